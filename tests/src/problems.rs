@@ -63,8 +63,8 @@ impl Tiles {
 const CAUSAL_TOP_LEFT: Mask = Mask::Causal { corner: Corner::TopLeft };
 
 /// One mask of every kind that bites on lengths of a few hundred.
-fn masks() -> [Mask; 4] {
-    [Mask::Full, Mask::causal(), CAUSAL_TOP_LEFT, Mask::window(Some(70), Some(9))]
+fn masks() -> [Mask; 6] {
+    [Mask::Full, Mask::causal(), CAUSAL_TOP_LEFT, Mask::window(Some(70), Some(9)), Mask::chunked(48), Mask::prefix(90)]
 }
 
 /// The grid.

@@ -516,6 +516,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, DType, FwdParams, MaskClass, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling,
-    Scores, Sequences, Status, StatusCode, TensorDesc,
+    Arch, BwdParams, DType, FwdParams, MaskClass, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo,
+    Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };
