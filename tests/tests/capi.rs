@@ -290,7 +290,7 @@ fn bad_problems_are_refused() {
         "scaling: per-block, with f32 operands; allowed: with e4m3 operands only",
     );
     refused(
-        |p| p.mask = 3,
+        |p| p.mask = 5,
         HATTN_ERROR_ARGUMENT,
         "mask: 3; allowed: HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)",
     );

@@ -175,7 +175,8 @@ fn chunks_and_prefixes_of_all_small_lengths() {
 fn edges_that_are_off_by_one_are_found() {
     let chunks = (Mask::chunked(24), 100, 131);
     let prefix = (Mask::prefix(77), 100, 131);
-    let wrong: [(&str, (Mask, usize, usize), fn(&mut Told)); 10] = [
+    type Wrong = (&'static str, (Mask, usize, usize), fn(&mut Told));
+    let wrong: [Wrong; 10] = [
         ("longer chunks", chunks, |told| told.bounds.step += 1),
         ("shorter chunks", chunks, |told| told.bounds.step -= 1),
         ("chunks that begin late", chunks, |told| told.bounds.window_left -= 1),
