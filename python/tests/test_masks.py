@@ -63,7 +63,7 @@ class Arrays(unittest.TestCase):
 
     def test_the_two_are_told_apart(self):
         self.assertNotEqual(Chunked(3), Prefix(3))
-        self.assertNotEqual(hash(Chunked(3)), hash((3,)))
+        self.assertNotEqual(Chunked(3), (3,))
 
 
 @unittest.skipIf(NO_TORCH, NO_TORCH)
