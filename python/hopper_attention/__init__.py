@@ -19,11 +19,13 @@ import warnings
 from typing import Any
 
 from . import _arrays, abi
-from ._plans import Window
+from ._plans import Chunked, Prefix, Window
 from .abi import HattnError
 
 __all__ = [
+    "Chunked",
     "HattnError",
+    "Prefix",
     "abi",
     "attention",
     "attention_backward",
@@ -96,7 +98,9 @@ def attention(
 
     - causal: bottom-right aligned. Query i sees keys up to i + seqlen_kv - seqlen_q, its position.
     - window: (left, right) keeps left keys before and right keys after the query's position, and the key at the
-      position. None stands for all keys. With causal, both apply.
+      position. None stands for all keys. With causal, both apply. Chunked(keys) is chunked local attention: a query sees
+      the keys of its position's chunk up to its position, and chunks have so many keys each, from key 0 on. Prefix(keys)
+      lets all queries see the first keys, and the keys up to their positions. Both are causal.
     - top_left: the position of query i is i instead.
     - scale: 1 / sqrt(head_dim) if None.
     - return_lse: gives (o, lse).

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple, Union
 
 from . import abi
 
@@ -12,7 +13,26 @@ from . import abi
 # a time.
 PLANS_KEPT = 256
 
-Window = Optional[Tuple[Optional[int], Optional[int]]]
+
+# (Not named tuples: caches of options must tell the two apart.)
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Chunked local attention, for `window`: chunks of `keys` keys, 1 or more, from key 0 on.
+
+    A query sees the keys of the chunk that its position is in, up to its position.
+    """
+
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A prefix of `keys` keys that all queries see, for `window`. Behind it a query sees keys up to its position."""
+
+    keys: int
+
+
+Window = Union[None, Tuple[Optional[int], Optional[int]], Chunked, Prefix]
 
 
 class PlanCache:
@@ -82,6 +102,12 @@ def mask_of(causal: bool, window: Window, top_left: bool) -> Mask:
     if window is None:
         # The corner says nothing without a mask. Left out, the same plan serves both corners.
         return Mask(abi.MASK_CAUSAL, corner, 0, 0) if causal else FULL
+    if isinstance(window, (Chunked, Prefix)):
+        # Both are causal, whether or not the caller says so.
+        least = 1 if isinstance(window, Chunked) else 0
+        if window.keys < least:
+            raise ValueError(f"window: {window}; allowed: {least} keys and above")
+        return Mask(abi.MASK_CHUNKED if least else abi.MASK_PREFIX, corner, window.keys, 0)
     left, right = window
     for name, keys in (("left", left), ("right", right)):
         # In the ABI -1 stands for all keys. Here only None does, so that a difference gone negative is noticed.

@@ -46,8 +46,8 @@ ERROR_THREADS = 16
 F16, BF16, F32, E4M3, I32 = 1, 2, 3, 4, 5
 # hattn_device: the host. A GPU is its ordinal.
 CPU = -1
-# hattn_mask, hattn_corner, and a bound of a window that bounds nothing
-MASK_FULL, MASK_CAUSAL, MASK_WINDOW = 0, 1, 2
+# hattn_mask, hattn_corner, and a bound of a window that bounds nothing. Chunks and a prefix have their keys in window_left
+MASK_FULL, MASK_CAUSAL, MASK_WINDOW, MASK_CHUNKED, MASK_PREFIX = 0, 1, 2, 3, 4
 BOTTOM_RIGHT, TOP_LEFT = 0, 1
 UNBOUNDED = -1
 UNSET = -1  # a size that the caller must give

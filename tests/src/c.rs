@@ -47,7 +47,10 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
     let (mask, corner, left, right) = match problem.mask() {
         Mask::Causal { corner } => (HATTN_MASK_CAUSAL, corner_of(corner), None, None),
         Mask::Window { left, right, corner } => (HATTN_MASK_WINDOW, corner_of(corner), left, right),
-        _ => (HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, None, None),
+        Mask::Chunked { chunk, corner } => (HATTN_MASK_CHUNKED, corner_of(corner), Some(chunk), None),
+        Mask::Prefix { keys, corner } => (HATTN_MASK_PREFIX, corner_of(corner), Some(keys), None),
+        Mask::Full => (HATTN_MASK_FULL, HATTN_BOTTOM_RIGHT, None, None),
+        other => panic!("no number for {other}"),
     };
     hattn_forward_problem {
         struct_size: size_of::<hattn_forward_problem>() as u32,

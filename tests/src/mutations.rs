@@ -115,12 +115,14 @@ pub mod masks {
     use super::*;
 
     /// One of every kind, and both corners: no mutation may pass under any of them.
-    pub const ALL: [Mask; 5] = [
+    pub const ALL: [Mask; 7] = [
         Mask::Full,
         Mask::causal(),
         Mask::Causal { corner: Corner::TopLeft },
         Mask::window(Some(40), Some(5)),
         Mask::Window { left: Some(9), right: None, corner: Corner::TopLeft },
+        Mask::chunked(24),
+        Mask::prefix(50),
     ];
 
     /// Aligned to the other corner.
@@ -132,17 +134,21 @@ pub mod masks {
         match mask {
             Mask::Causal { corner } => Some(Mask::Causal { corner: other(corner) }),
             Mask::Window { left, right, corner } => Some(Mask::Window { left, right, corner: other(corner) }),
+            Mask::Chunked { chunk, corner } => Some(Mask::Chunked { chunk, corner: other(corner) }),
+            Mask::Prefix { keys, corner } => Some(Mask::Prefix { keys, corner: other(corner) }),
             _ => None,
         }
     }
 
-    /// With one key more for each query.
+    /// With one key more for each query, for a chunk, or in the prefix.
     pub(crate) fn off_by_one(mask: Mask) -> Option<Mask> {
         match mask {
             Mask::Causal { corner } => Some(Mask::Window { left: None, right: Some(1), corner }),
             Mask::Window { left: Some(left), right, corner } => {
                 Some(Mask::Window { left: Some(left + 1), right, corner })
             }
+            Mask::Chunked { chunk, corner } => Some(Mask::Chunked { chunk: chunk + 1, corner }),
+            Mask::Prefix { keys, corner } => Some(Mask::Prefix { keys: keys + 1, corner }),
             _ => None,
         }
     }

@@ -34,6 +34,10 @@ pub fn cases(grid: Grid) -> Vec<Case> {
         Mask::window(Some(70), Some(9)),
         Mask::window(None, Some(5)),
         Mask::Window { left: Some(33), right: Some(0), corner: Corner::TopLeft },
+        Mask::chunked(40),
+        Mask::Chunked { chunk: 128, corner: Corner::TopLeft },
+        Mask::prefix(100),
+        Mask::Prefix { keys: 30, corner: Corner::TopLeft },
     ];
     let mut cases = Vec::new();
     let small = [(64, 64), (128, 128), (256, 256)];

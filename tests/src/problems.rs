@@ -63,8 +63,8 @@ impl Tiles {
 const CAUSAL_TOP_LEFT: Mask = Mask::Causal { corner: Corner::TopLeft };
 
 /// One mask of every kind that bites on lengths of a few hundred.
-fn masks() -> [Mask; 4] {
-    [Mask::Full, Mask::causal(), CAUSAL_TOP_LEFT, Mask::window(Some(70), Some(9))]
+fn masks() -> [Mask; 6] {
+    [Mask::Full, Mask::causal(), CAUSAL_TOP_LEFT, Mask::window(Some(70), Some(9)), Mask::chunked(48), Mask::prefix(90)]
 }
 
 /// The grid.
@@ -75,6 +75,7 @@ pub fn cases(grid: Grid, tiles: &Tiles) -> Vec<Case> {
             let mut cases = head_dims();
             cases.extend(lengths(tiles));
             cases.extend(windows());
+            cases.extend(chunks_and_prefixes());
             cases.extend(heads());
             cases.extend(placements());
             cases.extend(numbers());
@@ -209,6 +210,36 @@ fn windows() -> Vec<Case> {
                 cases.push(Case::new(seqlen_q, seqlen_kv, head_dim, Mask::Window { left, right, corner }));
             }
         }
+    }
+    cases
+}
+
+/// Chunks that end in a block, with it, and many in one; prefixes that end before and behind the diagonal. Both corners.
+/// Differences of the lengths are no multiples of a chunk.
+fn chunks_and_prefixes() -> Vec<Case> {
+    let lengths = [
+        (200, 200, 64),
+        (150, 333, 64),
+        (333, 150, 64),
+        (400, 450, 128),
+        (450, 140, 128),
+        (333, 300, 256),
+        (400, 333, 96),
+        (300, 400, 192),
+    ];
+    let mut cases = Vec::new();
+    for corner in [Corner::BottomRight, Corner::TopLeft] {
+        let chunks = [1, 3, 16, 40, 64, 100, 128, 129, 200, 256].map(|chunk| Mask::Chunked { chunk, corner });
+        let prefixes = [1, 2, 63, 64, 100, 129, 256, 310].map(|keys| Mask::Prefix { keys, corner });
+        for mask in chunks.into_iter().chain(prefixes) {
+            cases.extend(lengths.map(|(seqlen_q, seqlen_kv, head_dim)| Case::new(seqlen_q, seqlen_kv, head_dim, mask)));
+            cases.push(Case::new(131, 300, 64, mask).heads(2, 4, 2));
+        }
+    }
+    // Long ones, of which tiles visit few blocks; and a chunk's end far from both ends of the sequence.
+    for mask in [Mask::chunked(1000), Mask::chunked(1024), Mask::prefix(1500)] {
+        cases.push(Case::new(2000, 2500, 64, mask));
+        cases.push(Case::new(1700, 1300, 128, mask));
     }
     cases
 }

@@ -304,9 +304,10 @@ fn bad_problems_are_refused() {
         "scaling: per-block, with f32 operands; allowed: with e4m3 operands only",
     );
     refused(
-        |p| p.mask = 3,
+        |p| p.mask = 5,
         HATTN_ERROR_ARGUMENT,
-        "mask: 3; allowed: HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)",
+        "mask: 5; allowed: HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2), HATTN_MASK_CHUNKED (3), \
+         HATTN_MASK_PREFIX (4)",
     );
     refused(|p| p.corner = -1, HATTN_ERROR_ARGUMENT, "corner: -1; allowed: HATTN_BOTTOM_RIGHT (0), HATTN_TOP_LEFT (1)");
     refused(|p| p.lse = 2, HATTN_ERROR_ARGUMENT, "lse: 2; allowed: 0 (not wanted), 1 (wanted)");
@@ -324,6 +325,10 @@ fn bad_problems_are_refused() {
     refused(|p| p.softcap = f32::NEG_INFINITY, HATTN_ERROR_VALUE, cap);
     let window = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_WINDOW, -2);
     refused(window, HATTN_ERROR_VALUE, "window_left: -2; allowed: 0 and above, HATTN_UNBOUNDED (-1)");
+    let chunks = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_CHUNKED, 0);
+    refused(chunks, HATTN_ERROR_VALUE, "window_left: 0; allowed: 1 and above with this mask");
+    let prefix = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_PREFIX, HATTN_UNBOUNDED);
+    refused(prefix, HATTN_ERROR_VALUE, "window_left: -1; allowed: 0 and above with this mask");
 }
 
 #[test]

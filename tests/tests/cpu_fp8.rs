@@ -159,7 +159,7 @@ fn a_wrong_output_is_caught_without_the_lse() {
 /// Factors of 0 and -0 make zeros of their block, as on a GPU. (What is no factor is refused: `tests/fp8.rs` of the crate.)
 #[test]
 fn factors_of_zero_make_zeros() {
-    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(3))] {
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(3)), Mask::chunked(70), Mask::prefix(90)] {
         let case = Case::new(300, 420, 64, mask).heads(1, 4, 2);
         let clean = operands(&case, Scaling::PerBlock, None);
         let check = |what: &str, operands: &Operands| {

@@ -216,9 +216,9 @@ typedef struct hattn_tensor {
   int64_t stride[4];
 } hattn_tensor;
 
-// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
-// Causal masks and windows are aligned to a corner (hattn_corner). The aligned key of query i is the key with number
-// i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
+// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL, HATTN_MASK_WINDOW, HATTN_MASK_CHUNKED or
+// HATTN_MASK_PREFIX. All but the first are aligned to a corner (hattn_corner). The aligned key of query i is the key with
+// number i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
 // A query without keys gets output 0 and log-sum-exp -inf.
 // A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
 // infinity, too.
@@ -233,7 +233,14 @@ typedef int32_t hattn_mask;
 // The keys from window_left before the aligned key to window_right after it, both included.
 #define HATTN_MASK_WINDOW 2
 
-// How causal masks and windows are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
+// Chunked local attention: the keys of the aligned key's chunk, up to the aligned key, with that key. Chunks have
+// window_left keys each, 1 or more, from key 0 on. A query whose aligned key is negative has no keys.
+#define HATTN_MASK_CHUNKED 3
+
+// A prefix, and causal behind it: the first window_left keys, and the keys up to the aligned key, with that key.
+#define HATTN_MASK_PREFIX 4
+
+// How masks are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
 // The two differ when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
 
@@ -293,7 +300,7 @@ typedef struct hattn_forward_problem {
   hattn_dtype dtype;
   // Which keys a query attends to.
   hattn_mask mask;
-  // How the mask is aligned. Only causal masks and windows use it.
+  // How the mask is aligned. HATTN_MASK_FULL does not use it.
   hattn_corner corner;
   // 1: the log-sum-exp of each query is an output. 0: it is not.
   int32_t lse;
@@ -312,6 +319,7 @@ typedef struct hattn_forward_problem {
   // Number of elements of a value and of an output, 1 or more.
   int64_t head_dim_vo;
   // Number of keys that HATTN_MASK_WINDOW keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
+  // With HATTN_MASK_CHUNKED: number of keys of a chunk. With HATTN_MASK_PREFIX: number of keys of the prefix.
   int64_t window_left;
   // Number of keys that HATTN_MASK_WINDOW keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
   int64_t window_right;

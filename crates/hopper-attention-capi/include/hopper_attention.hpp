@@ -76,9 +76,15 @@ struct Destroy {
 }  // namespace detail
 
 // Which keys a query attends to.
-enum class Mask : hattn_mask { Full = HATTN_MASK_FULL, Causal = HATTN_MASK_CAUSAL, Window = HATTN_MASK_WINDOW };
+enum class Mask : hattn_mask {
+  Full = HATTN_MASK_FULL,
+  Causal = HATTN_MASK_CAUSAL,
+  Window = HATTN_MASK_WINDOW,
+  Chunked = HATTN_MASK_CHUNKED,
+  Prefix = HATTN_MASK_PREFIX
+};
 
-// How causal masks and windows are aligned. The aligned key of query i has the number i + seqlen_kv - seqlen_q
+// How masks are aligned. The aligned key of query i has the number i + seqlen_kv - seqlen_q
 // (BottomRight) or i (TopLeft).
 enum class Corner : hattn_corner { BottomRight = HATTN_BOTTOM_RIGHT, TopLeft = HATTN_TOP_LEFT };
 
@@ -178,7 +184,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.head_dim_qk, qk).set(problem_.head_dim_vo, vo);
   }
 
-  // For Mask::Window, call window() instead: it also sets the bounds.
+  // For masks with numbers call window(), chunked() or prefix() instead: they set the numbers, too.
   constexpr ForwardProblem& mask(Mask mask) noexcept { return set(problem_.mask, mask); }
 
   // The keys up to the aligned key (Corner), with that key.
@@ -190,6 +196,16 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   constexpr ForwardProblem& window(std::int64_t left, std::int64_t right,
                                    Corner corner = Corner::BottomRight) noexcept {
     return set(problem_.window_left, left).set(problem_.window_right, right).mask(Mask::Window).corner(corner);
+  }
+
+  // Chunks of so many keys, from key 0 on: the keys of the aligned key's chunk, up to the aligned key, with that key.
+  constexpr ForwardProblem& chunked(std::int64_t keys, Corner corner = Corner::BottomRight) noexcept {
+    return set(problem_.window_left, keys).mask(Mask::Chunked).corner(corner);
+  }
+
+  // The first `keys` keys, and the keys up to the aligned key, with that key.
+  constexpr ForwardProblem& prefix(std::int64_t keys, Corner corner = Corner::BottomRight) noexcept {
+    return set(problem_.window_left, keys).mask(Mask::Prefix).corner(corner);
   }
 
   constexpr ForwardProblem& corner(Corner corner) noexcept { return set(problem_.corner, corner); }

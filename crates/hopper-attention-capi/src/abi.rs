@@ -31,9 +31,9 @@ pub type hattn_device = i32;
 /// The host: all cores of this machine.
 pub const HATTN_CPU: hattn_device = -1;
 
-/// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL or HATTN_MASK_WINDOW.
-/// Causal masks and windows are aligned to a corner (hattn_corner). The aligned key of query i is the key with number
-/// i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
+/// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL, HATTN_MASK_WINDOW, HATTN_MASK_CHUNKED or
+/// HATTN_MASK_PREFIX. All but the first are aligned to a corner (hattn_corner). The aligned key of query i is the key with
+/// number i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
 /// A query without keys gets output 0 and log-sum-exp -inf.
 /// A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
 /// infinity, too.
@@ -44,8 +44,13 @@ pub const HATTN_MASK_FULL: hattn_mask = 0;
 pub const HATTN_MASK_CAUSAL: hattn_mask = 1;
 /// The keys from window_left before the aligned key to window_right after it, both included.
 pub const HATTN_MASK_WINDOW: hattn_mask = 2;
+/// Chunked local attention: the keys of the aligned key's chunk, up to the aligned key, with that key. Chunks have
+/// window_left keys each, 1 or more, from key 0 on. A query whose aligned key is negative has no keys.
+pub const HATTN_MASK_CHUNKED: hattn_mask = 3;
+/// A prefix, and causal behind it: the first window_left keys, and the keys up to the aligned key, with that key.
+pub const HATTN_MASK_PREFIX: hattn_mask = 4;
 
-/// How causal masks and windows are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
+/// How masks are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
 /// The two differ when seqlen_q and seqlen_kv differ.
 pub type hattn_corner = i32;
 /// Bottom-right aligned: a causal mask lets query i see keys up to i + seqlen_kv - seqlen_q.
@@ -111,7 +116,7 @@ pub struct hattn_forward_problem {
     pub dtype: hattn_dtype,
     /// Which keys a query attends to.
     pub mask: hattn_mask,
-    /// How the mask is aligned. Only causal masks and windows use it.
+    /// How the mask is aligned. HATTN_MASK_FULL does not use it.
     pub corner: hattn_corner,
     /// 1: the log-sum-exp of each query is an output. 0: it is not.
     pub lse: i32,
@@ -130,6 +135,7 @@ pub struct hattn_forward_problem {
     /// Number of elements of a value and of an output, 1 or more.
     pub head_dim_vo: i64,
     /// Number of keys that HATTN_MASK_WINDOW keeps before the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
+    /// With HATTN_MASK_CHUNKED: number of keys of a chunk. With HATTN_MASK_PREFIX: number of keys of the prefix.
     pub window_left: i64,
     /// Number of keys that HATTN_MASK_WINDOW keeps after the aligned key (hattn_mask). HATTN_UNBOUNDED: all of them.
     pub window_right: i64,

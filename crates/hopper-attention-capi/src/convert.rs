@@ -154,6 +154,14 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
             Err(Error::Value { what, got: keys.to_string(), allowed })
         }
     };
+    // Of a chunk, or of the prefix.
+    let keys = |keys: i64, least: usize| {
+        usize::try_from(keys).ok().filter(|&keys| keys >= least).ok_or_else(|| Error::Value {
+            what: "window_left",
+            got: keys.to_string(),
+            allowed: format!("{least} and above with this mask"),
+        })
+    };
     match given.mask {
         HATTN_MASK_FULL => Ok(Mask::Full),
         HATTN_MASK_CAUSAL => Ok(Mask::Causal { corner }),
@@ -162,8 +170,11 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
             right: bound("window_right", given.window_right)?,
             corner,
         }),
+        HATTN_MASK_CHUNKED => Ok(Mask::Chunked { chunk: keys(given.window_left, 1)?, corner }),
+        HATTN_MASK_PREFIX => Ok(Mask::Prefix { keys: keys(given.window_left, 0)?, corner }),
         other => {
-            let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2)";
+            let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2), HATTN_MASK_CHUNKED (3), \
+                           HATTN_MASK_PREFIX (4)";
             Err(Failure::argument("mask", other, allowed))
         }
     }

@@ -10,6 +10,7 @@ mod info;
 mod input;
 mod judge;
 mod layout;
+mod mask;
 mod operands;
 mod output;
 mod random;
@@ -54,6 +55,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Bench(args) => bench::bench(&args),
         Command::Plot(args) => bench::plot(&args),
         Command::Fuzz(args) => fuzz::fuzz(&args),
+        Command::Mask(args) => mask::mask(&args),
         Command::Tune(args) => tune::tune(&args),
     }
 }

@@ -199,15 +199,11 @@ fn pairs(problem: &ForwardProblem, lengths: &Lengths<'_>) -> f64 {
 /// How many pairs of query and key a mask keeps.
 fn kept_pairs(mask: &Mask, seqlen_q: usize, seqlen_kv: usize) -> u64 {
     let band = mask.band(seqlen_q, seqlen_kv);
-    let keys = seqlen_kv as i64;
-    let bound = |bound: Option<usize>| bound.map(|bound| i64::try_from(bound).unwrap_or(i64::MAX));
-    let row = |q: i64| {
-        let own = q + band.offset;
-        let first = bound(band.left).map_or(0, |left| own.saturating_sub(left).max(0));
-        let end = bound(band.right).map_or(keys, |right| own.saturating_add(right).saturating_add(1).min(keys));
-        (end - first).max(0) as u64
+    let row = |q| {
+        let (first, end) = band.keys(q, seqlen_kv);
+        (end - first) as u64
     };
-    (0..seqlen_q as i64).map(row).sum()
+    (0..seqlen_q).map(row).sum()
 }
 
 #[cfg(test)]
@@ -235,6 +231,8 @@ mod tests {
         let mut masks = vec![Mask::Full];
         for corner in [Corner::BottomRight, Corner::TopLeft] {
             masks.push(Mask::Causal { corner });
+            masks.extend([1, 2, 3, 8].map(|chunk| Mask::Chunked { chunk, corner }));
+            masks.extend([0, 1, 5, 9].map(|keys| Mask::Prefix { keys, corner }));
             for left in bounds {
                 masks.extend(bounds.map(|right| Mask::Window { left, right, corner }));
             }

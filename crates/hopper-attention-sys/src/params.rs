@@ -50,7 +50,8 @@ mod ffi {
         Full = 0,
         /// Keys up to a diagonal. Blocks on the diagonal are masked, those left of it are not.
         Causal = 1,
-        /// A band of keys along a diagonal. Blocks on either edge are masked, those between are not.
+        /// An interval of keys for each query, neither end of which falls from one query to the next (`MaskEdges`): a band
+        /// along a diagonal, chunks, a prefix. Blocks on either edge are masked, those between are not.
         Window = 2,
     }
 
@@ -175,6 +176,25 @@ mod ffi {
         bottom_right: bool,
     }
 
+    /// What the edges of a mask have beside its bounds. Rows of class Window alone read it. It comes from the plan.
+    ///
+    /// The left edge moves in steps of `step` keys: the first key that a query keeps is its bound to the left, or 0 if that is
+    /// below 0, rounded up to a multiple of `step`. The last key that it keeps is its bound to the right, or `prefix_last` if that
+    /// is larger. So neither falls from one query to the next.
+    ///
+    /// A window has a step of 1 and no prefix. A mask of chunks has steps as long as a chunk, and a `window_left` of one less.
+    #[derive(Debug, Clone, Copy)]
+    struct MaskEdges {
+        /// Keys from one place of the left edge to the next: 1 to 2^30.
+        step: i32,
+        /// `ceil(2^(31 + shift) / step)`: kernels multiply by it to divide by `step`.
+        multiplier: u32,
+        /// The least number with `2^shift >= step`.
+        shift: i32,
+        /// The last of the keys that no query loses to the right edge: 0 to 2^30 - 1, or -1 where there are none.
+        prefix_last: i32,
+    }
+
     /// One forward launch.
     ///
     /// Tensors come from the caller. Sizes, scale and options come from the problem. The schedule (`diagonal_offset` to
@@ -210,7 +230,7 @@ mod ffi {
         /// Factor of Q K^T. Finite and above 0. For e4m3 operands it comes on top of the descale factors.
         softmax_scale: f32,
         /// Key at which query 0 stands: above -2^30, below 2^30. Query `i` keeps the keys from
-        /// `i + diagonal_offset - window_left` to `i + diagonal_offset + window_right`.
+        /// `i + diagonal_offset - window_left` to `i + diagonal_offset + window_right`, and see `edges`.
         diagonal_offset: i32,
         /// Keys kept before the diagonal: 0 to 2^30. 2^30 stands for all. Rows of class Full and Causal ignore it.
         window_left: i32,
@@ -271,6 +291,8 @@ mod ffi {
         sinks: TensorDesc,
         /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
         sinks_dtype: DType,
+        /// Edges of the mask.
+        edges: MaskEdges,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -381,6 +403,8 @@ mod ffi {
         sinks_dtype: DType,
         /// Gradient of the sinks, f32 `[heads_q]`, written, `stride_head` apart. May be absent.
         d_sinks: TensorDesc,
+        /// Edges of the mask.
+        edges: MaskEdges,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
@@ -494,6 +518,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, DType, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling,
-    Scores, Sequences, Status, StatusCode, TensorDesc,
+    Arch, BwdParams, DType, FwdParams, MaskClass, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo,
+    Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };

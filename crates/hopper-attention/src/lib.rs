@@ -67,7 +67,7 @@
 //! - The logical order of a tensor's dimensions is `[batch, seqlen, heads, head_dim]`. Strides say how the tensor lies in
 //!   memory. They count elements. The innermost stride is 1.
 //! - Query head `h` reads KV head `h / (heads_q / heads_kv)`.
-//! - Causal masks and windows are bottom-right aligned: with a causal mask, query `i` sees keys up to
+//! - Masks are bottom-right aligned: with a causal mask, query `i` sees keys up to
 //!   `i + seqlen_kv - seqlen_q`. With [`Corner::TopLeft`] it sees keys up to `i`.
 //! - The log-sum-exp (LSE) of a query is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps. It uses
 //!   the natural logarithm and is f32, `[batch, heads_q, seqlen_q]`.
@@ -253,7 +253,7 @@ pub use workspace::Workspace;
 /// without notice.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::plan::{BackwardChoice, Choice, Fallback, candidates, mask_class, select, select_backward};
+    pub use crate::plan::{BackwardChoice, Bounds, Choice, Fallback, candidates, mask_class, select, select_backward};
 
     /// Whether a CTA of the kernel computes one tile and ends, however many there are.
     pub fn has_one_tile(row: &crate::KernelInfo) -> bool {

@@ -391,7 +391,7 @@ static void numbers_of_a_problem_are_refused(void) {
           "sm_80 and later");
   NO_PLAN(problem.sm_margin = -1, HATTN_ERROR_VALUE, "sm_margin", "-1", "0 and above");
   NO_PLAN(problem.sm_margin = INT32_MIN, HATTN_ERROR_VALUE, "sm_margin", "-2147483648", "0 and above");
-  NO_PLAN(problem.mask = 3, HATTN_ERROR_ARGUMENT, "mask", "3", "HATTN_MASK_FULL (0)");
+  NO_PLAN(problem.mask = 5, HATTN_ERROR_ARGUMENT, "mask", "5", "HATTN_MASK_FULL (0)");
   NO_PLAN(problem.corner = -1, HATTN_ERROR_ARGUMENT, "corner", "-1", "HATTN_BOTTOM_RIGHT (0)");
   NO_PLAN(problem.batch = -2, HATTN_ERROR_VALUE, "batch", "-2", "0 and above");
   NO_PLAN(problem.seqlen_q = INT64_MIN, HATTN_ERROR_VALUE, "seqlen_q", "-9223372036854775808", "0 and above");
@@ -414,6 +414,10 @@ static void numbers_of_a_problem_are_refused(void) {
   problem.mask = HATTN_MASK_WINDOW;
   NO_PLAN(problem.window_right = INT64_MIN, HATTN_ERROR_VALUE, "window_right", "-9223372036854775808",
           "HATTN_UNBOUNDED (-1)");
+  problem.mask = HATTN_MASK_CHUNKED;
+  NO_PLAN(problem.window_left = 0, HATTN_ERROR_VALUE, "window_left", "0", "1 and above with this mask");
+  problem.mask = HATTN_MASK_PREFIX;
+  NO_PLAN(problem.window_left = -1, HATTN_ERROR_VALUE, "window_left", "-1", "0 and above with this mask");
 }
 
 /* The CPU has no multiprocessors to leave. */

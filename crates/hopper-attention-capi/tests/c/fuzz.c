@@ -58,13 +58,13 @@ static hattn_quantize_args* quantize_args;
 /* Sizes and options that problems of all passes have. */
 #define SET_NUMBERS(p, long_rows)                                                                         \
   do {                                                                                                    \
-    (p).mask = (hattn_mask)below(3), (p).corner = (hattn_corner)below(2);                                 \
+    (p).mask = (hattn_mask)below(5), (p).corner = (hattn_corner)below(2);                                 \
     (p).batch = one_in(16) ? 0 : 1 + ((long_rows) ? 0 : below(2));                                        \
     (p).seqlen_q = (long_rows) ? 120 + below(20) : one_in(8) ? 0 : below(9);                              \
     (p).seqlen_kv = (long_rows) ? 120 + below(20) : one_in(8) ? 0 : below(9);                             \
     (p).heads_kv = 1 + below(2), (p).heads_q = (p).heads_kv * (1 + below(2));                             \
     (p).head_dim_qk = 1 + below((long_rows) ? 4 : 17), (p).head_dim_vo = 1 + below((long_rows) ? 4 : 17); \
-    (p).window_left = below(8) - 1, (p).window_right = below(8) - 1;                                      \
+    (p).window_left = below(8) + ((p).mask > 2 ? 1 : -1), (p).window_right = below(8) - 1;                \
     (p).softmax_scale = one_in(2) ? 0.0F : 0.25F;                                                         \
     (p).sm_margin = one_in(4) ? (int32_t)below(200) : 0;                                                  \
     /* Nothing to compute, whatever the other numbers are. */                                             \

@@ -15,6 +15,8 @@ static double reference_at(const hattn_tensor* t, int64_t a, int64_t b, int64_t 
 static int reference_keeps(const hattn_forward_problem* p, int64_t query, int64_t key) {
   const int64_t own = query + (p->corner == HATTN_TOP_LEFT ? 0 : p->seqlen_kv - p->seqlen_q);
   if (p->mask == HATTN_MASK_CAUSAL) return key <= own;
+  if (p->mask == HATTN_MASK_PREFIX) return key < p->window_left || key <= own;
+  if (p->mask == HATTN_MASK_CHUNKED) return key <= own && key / p->window_left == own / p->window_left;
   if (p->mask != HATTN_MASK_WINDOW) return 1;
   return (p->window_left == HATTN_UNBOUNDED || key >= own - p->window_left) &&
          (p->window_right == HATTN_UNBOUNDED || key <= own + p->window_right);

@@ -59,6 +59,8 @@ pub enum Command {
     Plot(PlotArgs),
     /// Compute random problems and judge each, until one is wrong or the time is over. A wrong one is made smaller and written
     Fuzz(FuzzArgs),
+    /// Draw which keys each query keeps under a mask
+    Mask(MaskArgs),
     /// Find the fastest kernel for each shape on this GPU by timing all that compute it, for `run --tuning`
     Tune(Box<TuneArgs>),
 }
@@ -73,6 +75,22 @@ pub struct RunArgs {
     /// [batch, heads_q, seqlen_q]. With --backward also d_q, d_k and d_v, each like the tensor that it is the gradient of.
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct MaskArgs {
+    /// The mask, as `run` takes it
+    #[arg(long, default_value = "causal", value_parser = parse_mask)]
+    pub mask: Mask,
+    /// Number of queries
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub seqlen_q: usize,
+    /// Number of keys [default: as many as queries]
+    #[arg(long, value_name = "N")]
+    pub seqlen_kv: Option<usize>,
+    /// Write a picture to this file (PGM, a pixel for each pair: black where the query keeps the key), and draw nothing
+    #[arg(long, value_name = "FILE")]
+    pub pgm: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -104,9 +122,11 @@ pub struct ComputeArgs {
     /// Make the gradients bitwise the same on every run. On a GPU this costs time
     #[arg(long, requires = "backward")]
     pub deterministic: bool,
-    /// Which keys a query attends to: full, causal[:CORNER] or window:LEFT,RIGHT[:CORNER]
+    /// Which keys a query attends to: full, causal, window:LEFT,RIGHT, chunk:KEYS or prefix:KEYS, all but the first with :CORNER
     ///
-    /// LEFT and RIGHT are how many keys before and after a query's own key are kept; `-` or `inf` means all. CORNER says which
+    /// LEFT and RIGHT are how many keys before and after a query's own key are kept; `-` or `inf` means all. chunk keeps the keys
+    /// of the own key's chunk up to the own key, where chunks have KEYS keys each, from key 0 on. prefix keeps the first KEYS
+    /// keys, and all up to the own key. CORNER says which
     /// key is a query's own if there are more or fewer keys than queries: with bottom-right (the default) the last query's
     /// own key is the last key, with top-left the first query's own key is the first key.
     #[arg(long, default_value = "full", value_parser = parse_mask)]

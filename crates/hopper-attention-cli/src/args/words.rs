@@ -117,6 +117,10 @@ impl FromStr for DeviceArg {
     }
 }
 
+/// The masks that options take.
+pub const MASKS: &str =
+    "full, causal[:top-left], window:LEFT,RIGHT[:top-left], chunk:KEYS[:top-left], prefix:KEYS[:top-left]";
+
 pub fn parse_mask(text: &str) -> Result<Mask, String> {
     let mut parts = text.split(':');
     let kind = parts.next().unwrap_or_default();
@@ -127,7 +131,11 @@ pub fn parse_mask(text: &str) -> Result<Mask, String> {
         ("causal", [corner]) => Ok(Mask::Causal { corner: parse_corner(corner)? }),
         ("window", [bounds]) => parse_window(bounds, Corner::default()),
         ("window", [bounds, corner]) => parse_window(bounds, parse_corner(corner)?),
-        _ => Err("allowed: full, causal[:top-left], window:LEFT,RIGHT[:top-left]".into()),
+        ("chunk", [keys]) => parse_chunk(keys, Corner::default()),
+        ("chunk", [keys, corner]) => parse_chunk(keys, parse_corner(corner)?),
+        ("prefix", [keys]) => parse_prefix(keys, Corner::default()),
+        ("prefix", [keys, corner]) => parse_prefix(keys, parse_corner(corner)?),
+        _ => Err(format!("allowed: {MASKS}")),
     }
 }
 
@@ -149,6 +157,17 @@ fn parse_corner(text: &str) -> Result<Corner, String> {
         "top-left" => Ok(Corner::TopLeft),
         _ => Err(format!("corner `{text}`; allowed: bottom-right, top-left")),
     }
+}
+
+fn parse_chunk(text: &str, corner: Corner) -> Result<Mask, String> {
+    let chunk = text.parse().ok().filter(|&keys: &usize| keys > 0);
+    let chunk = chunk.ok_or_else(|| format!("chunk `{text}`; allowed: a count of keys, 1 or more"))?;
+    Ok(Mask::Chunked { chunk, corner })
+}
+
+fn parse_prefix(text: &str, corner: Corner) -> Result<Mask, String> {
+    let keys = text.parse().map_err(|_| format!("prefix `{text}`; allowed: a count of keys"))?;
+    Ok(Mask::Prefix { keys, corner })
 }
 
 fn parse_window(text: &str, corner: Corner) -> Result<Mask, String> {
@@ -176,6 +195,13 @@ mod tests {
         assert_eq!(parse_mask("window:-,inf"), Ok(Mask::window(None, None)));
         let expected = Mask::Window { left: Some(1), right: None, corner: top_left };
         assert_eq!(parse_mask("window:1,-:top-left"), Ok(expected));
+        assert_eq!(parse_mask("chunk:8192"), Ok(Mask::chunked(8192)));
+        assert_eq!(parse_mask("chunk:1:top-left"), Ok(Mask::Chunked { chunk: 1, corner: top_left }));
+        assert_eq!(parse_mask("prefix:0"), Ok(Mask::prefix(0)));
+        assert_eq!(parse_mask("prefix:7:top-left"), Ok(Mask::Prefix { keys: 7, corner: top_left }));
+        for text in ["chunk", "chunk:", "chunk:0", "chunk:-1", "chunk:1,2", "prefix", "prefix:x", "prefix:1:left"] {
+            assert!(parse_mask(text).is_err(), "{text:?} was read as a mask");
+        }
         let bad = ["", "Full", "full:top-left", "causal:", "causal:left", "window", "window:1", "window:1,2,3"];
         for text in bad.into_iter().chain(["window:-1,0", "window:1,x", "window:1,2:top-left:x"]) {
             assert!(parse_mask(text).is_err(), "{text:?} was read as a mask");

@@ -280,8 +280,11 @@ template <class Traits, class Operands = PlainOperands<typename Traits::Element>
 struct Leaks {
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr MaskClass kMask = Traits::kMask;
-  static constexpr int kRows =
-      Traits::kThreads > 384 ? 2 : 4;  // of a pass over the keys; three consumers are short of registers
+  // Rows of a pass over the keys. Three consumers are short of registers, and so is FP8's Window, whose rows have two
+  // edges.
+  static constexpr int kRows = Traits::kThreads > 384 || (Traits::kDType == DType::E4M3 && kMask == MaskClass::Window)
+                                   ? 2
+                                   : 4;
   static constexpr unsigned kAll = 0xffffffffU;
 
   // Whether V is no number in a row of keys [begin, end). The whole warp looks.
@@ -326,9 +329,9 @@ struct Leaks {
       return false;
     }
     int const last_row = cute::min(first_row + 15, band.seqlen_q - 1);
-    int const begin = kMask == MaskClass::Window ? cute::max(0, last_row + band.left_offset) : 0;
+    int const begin = band.first_key<kMask>(last_row);
     int const end =
-        kMask == MaskClass::Full ? band.seqlen_kv : cute::min(band.seqlen_kv, first_row + band.right_offset + 1);
+        kMask == MaskClass::Full ? band.seqlen_kv : cute::min(band.seqlen_kv, band.last_key<kMask>(first_row) + 1);
     // One column of V alone is read, until it has what is looked for. That key is often the reason in other columns,
     // too.
     for (unsigned lanes = __ballot_sync(kAll, open != 0); lanes != 0; lanes = __ballot_sync(kAll, open != 0)) {
@@ -394,11 +397,11 @@ struct Leaks {
     // Masked keys of blocks that are visited. (Rows may visit a block that only other rows of the tile need.)
     KeyVisits const visits = KeyVisits::of<kMask, Traits::kTileM, Traits::kTileN>(band, first_row / Traits::kTileM);
     int const visited_end = cute::min(band.seqlen_kv, visits.end * Traits::kTileN);
-    bool garbage = has_garbage(operands, cute::max(0, first_row + band.right_offset + 1), visited_end, lane);
+    bool garbage = has_garbage(operands, cute::max(0, band.last_key<kMask>(first_row) + 1), visited_end, lane);
     garbage = garbage || operands.has_garbage_factor(cute::min(first_row, band.seqlen_q - 1), band.seqlen_kv, lane);
     if constexpr (kMask == MaskClass::Window) {
       garbage = garbage || has_garbage(operands, cute::max(visits.begin, 0) * Traits::kTileN,
-                                       cute::min(visited_end, last_row + band.left_offset), lane);
+                                       cute::min(visited_end, band.first_key<kMask>(last_row)), lane);
     }
 
     CUTE_NO_UNROLL
@@ -413,8 +416,8 @@ struct Leaks {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         row[r] = first_row + strip_row + r;
-        first_key[r] = kMask == MaskClass::Window ? cute::max(0, row[r] + band.left_offset) : 0;
-        keys_end[r] = cute::min(band.seqlen_kv, row[r] + band.right_offset + 1);
+        first_key[r] = band.first_key<kMask>(row[r]);
+        keys_end[r] = cute::min(band.seqlen_kv, band.last_key<kMask>(row[r]) + 1);
         keys_end[r] = sound.is_empty(strip_row + r) ? first_key[r] : keys_end[r];
         bool const exists = row[r] < band.seqlen_q && sound.has(strip_row + r);
         bool const has_keys = first_key[r] < keys_end[r];

@@ -24,6 +24,7 @@
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/sequences.hpp"
+#include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -106,11 +107,11 @@ struct RepairGradients {
       return params.seqlen_kv;
     }
   }
-  CUTE_DEVICE int diagonal_offset() const {
+  CUTE_DEVICE Band band() const {
     if constexpr (Traits::kIsPacked) {
-      return params.diagonal_offset + (params.sequences.bottom_right ? sequence.kv_len - sequence.q_len : 0);
+      return band_of_tile(params, sequence);
     } else {
-      return params.diagonal_offset;
+      return band_of_launch(params);
     }
   }
   CUTE_DEVICE Statistics const& statistics(int head, int query) const {
@@ -123,13 +124,17 @@ struct RepairGradients {
     return reinterpret_cast<Statistics const*>(
         params.statistics)[(static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query];
   }
-  CUTE_DEVICE int first_key(int query) const { return cute::max(0, query + diagonal_offset() - params.window_left); }
+  CUTE_DEVICE int first_key(int query) const { return band().template first_key<Traits::kMask>(query); }
   CUTE_DEVICE int keys_end(int query) const {
-    return cute::min(seqlen_kv(), query + diagonal_offset() + params.window_right + 1);
+    return cute::min(seqlen_kv(), band().template last_key<Traits::kMask>(query) + 1);
   }
-  CUTE_DEVICE int first_query(int key) const { return cute::max(0, key - diagonal_offset() - params.window_right); }
+  CUTE_DEVICE int first_query(int key) const { return band().template first_query<Traits::kMask>(key); }
   CUTE_DEVICE int queries_end(int key) const {
-    return cute::min(seqlen_q(), key - diagonal_offset() + params.window_left + 1);
+    if constexpr (Traits::kMask == MaskClass::Window) {
+      return cute::min(seqlen_q(), band().last_query(key) + 1);
+    } else {
+      return seqlen_q();
+    }
   }
 
   // A lane's elements of a row. Columns that are not in the range are 0.

@@ -29,6 +29,7 @@ struct FwdScalars {
   int groups;
   int* tile_counter;  // or null
   float scale_log2;   // exponent_factor(softmax_scale)
+  MaskEdges edges;
 };
 
 // Of a forward whose sequences have lengths that the device knows (sequences.hpp).
@@ -69,6 +70,7 @@ struct BwdScalars {
   float* key_sums;         // or null
   void const* share_list;  // sm80: null
   int listed;              // entries of that list
+  MaskEdges edges;
 };
 
 // What scores are multiplied by, to be in powers of two. Arithmetic flushes numbers below 2^-126 to 0, which would make
@@ -114,6 +116,7 @@ Scalars common_scalars(Params const& params) noexcept {
   scalars.groups = params.groups;
   scalars.tile_counter = reinterpret_cast<int*>(params.tile_counter);
   scalars.scale_log2 = exponent_factor(params.softmax_scale);
+  scalars.edges = params.edges;
   return scalars;
 }
 
@@ -162,13 +165,13 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
 template <class Params>
 CUTE_DEVICE Band band_of_launch(Params const& params) {
   return {params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right, params.seqlen_q,
-          params.seqlen_kv};
+          params.seqlen_kv, params.edges};
 }
 
 // The same from its scalars.
 template <class Scalars>
 CUTE_DEVICE Band band_of(Scalars const& scalars) {
-  return {scalars.left_offset, scalars.right_offset, scalars.seqlen_q, scalars.seqlen_kv};
+  return {scalars.left_offset, scalars.right_offset, scalars.seqlen_q, scalars.seqlen_kv, scalars.edges};
 }
 
 }  // namespace hattn

@@ -36,7 +36,7 @@ CUTE_DEVICE Band band_of_tile(Params const& params, Tile const&) {
 template <class Params, class Place>
 CUTE_DEVICE Band band_of_tile(Params const& params, Place const& tile) {
   int const offset = params.diagonal_offset + (params.sequences.bottom_right ? tile.kv_len - tile.q_len : 0);
-  return {offset - params.window_left, offset + params.window_right, tile.q_len, tile.kv_len};
+  return {offset - params.window_left, offset + params.window_right, tile.q_len, tile.kv_len, params.edges};
 }
 
 // The queries of a tile's sequence.

@@ -45,7 +45,10 @@ struct Share {
 //
 //     right edge   masked: the diagonal, or the ragged end of the keys
 //     free         every row of the tile keeps every key
-//     left edge    masked: the other end of a window
+//     left edge    masked: the other end of a window, or the beginning of chunks
+//
+// The right edge of r rows lies in so few blocks as r + 1 keys can touch. The left edge of a window, too. That of
+// chunks may lie in any number of blocks: it moves by whole chunks.
 //
 // Of the right and the left edge, and of free blocks, there may be none.
 struct KeyVisits {
@@ -64,14 +67,14 @@ struct KeyVisits {
     } else {
       int const first_row = m_block * kTileM;
       int const last_row = cute::min(first_row + kTileM, band.seqlen_q) - 1;
-      int const keys_end = cute::min(band.seqlen_kv, last_row + band.right_offset + 1);
-      int const free_keys_end = cute::min(band.seqlen_kv, first_row + band.right_offset + 1);
+      int const keys_end = cute::min(band.seqlen_kv, band.last_key<kMask>(last_row) + 1);
+      int const free_keys_end = cute::min(band.seqlen_kv, band.last_key<kMask>(first_row) + 1);
       KeyVisits visits;
       visits.begin = 0;
       visits.free_begin = 0;
       if constexpr (kMask == MaskClass::Window) {
-        visits.begin = cute::min(cute::max(0, first_row + band.left_offset) / kTileN, blocks - 1);
-        visits.free_begin = ceil_div(cute::max(0, last_row + band.left_offset), kTileN);
+        visits.begin = cute::min(band.first_key<kMask>(first_row) / kTileN, blocks - 1);
+        visits.free_begin = ceil_div(band.first_key<kMask>(last_row), kTileN);
       }
       visits.end = cute::max(ceil_div(cute::max(0, keys_end), kTileN), visits.begin + 1);
       visits.free_end = cute::max(0, free_keys_end) / kTileN;
@@ -192,11 +195,11 @@ struct QueryVisits {
     int end = ceil_div(band.seqlen_q, kTileM);
     int const first_key = n_block * kTileN;
     if constexpr (kMask != MaskClass::Full) {
-      begin = cute::min(cute::max(0, first_key - band.right_offset) / kTileM, end - 1);
+      begin = cute::min(band.first_query<kMask>(first_key) / kTileM, end - 1);
     }
     if constexpr (kMask == MaskClass::Window) {
       int const last_key = cute::min(first_key + kTileN, band.seqlen_kv) - 1;
-      int const queries_end = cute::min(band.seqlen_q, last_key - band.left_offset + 1);
+      int const queries_end = cute::min(band.seqlen_q, band.last_query(last_key) + 1);
       end = cute::max(ceil_div(cute::max(0, queries_end), kTileM), begin + 1);
     }
     return {begin, end, begin};

@@ -118,10 +118,13 @@ pub fn packed(mut case: Case, (kind, more): (Kind, usize)) -> Case {
 fn mask() -> impl Strategy<Value = Mask> {
     let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
     let bound = || prop_oneof![Just(None), (0usize..8).prop_map(Some), (0usize..300).prop_map(Some)];
+    let chunk = prop_oneof![1usize..8, 1usize..300, Just(64usize), Just(128usize)];
     prop_oneof![
         1 => Just(Mask::Full),
         1 => corner().prop_map(|corner| Mask::Causal { corner }),
         2 => (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+        1 => (chunk, corner()).prop_map(|(chunk, corner)| Mask::Chunked { chunk, corner }),
+        1 => (0usize..300, corner()).prop_map(|(keys, corner)| Mask::Prefix { keys, corner }),
     ]
 }
 

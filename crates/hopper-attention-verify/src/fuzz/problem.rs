@@ -235,6 +235,8 @@ enum MaskRecord {
     Full,
     Causal { top_left: bool },
     Window { left: Option<usize>, right: Option<usize>, top_left: bool },
+    Chunked { chunk: usize, top_left: bool },
+    Prefix { keys: usize, top_left: bool },
 }
 
 impl From<Problem> for Record {
@@ -254,6 +256,8 @@ impl From<Problem> for Record {
             mask: match case.mask {
                 Mask::Causal { corner } => MaskRecord::Causal { top_left: top_left(corner) },
                 Mask::Window { left, right, corner } => MaskRecord::Window { left, right, top_left: top_left(corner) },
+                Mask::Chunked { chunk, corner } => MaskRecord::Chunked { chunk, top_left: top_left(corner) },
+                Mask::Prefix { keys, corner } => MaskRecord::Prefix { keys, top_left: top_left(corner) },
                 _ => MaskRecord::Full,
             },
             scale: case.scale,
@@ -298,6 +302,8 @@ impl TryFrom<Record> for Problem {
                 MaskRecord::Full => Mask::Full,
                 MaskRecord::Causal { top_left } => Mask::Causal { corner: corner(top_left) },
                 MaskRecord::Window { left, right, top_left } => Mask::Window { left, right, corner: corner(top_left) },
+                MaskRecord::Chunked { chunk, top_left } => Mask::Chunked { chunk, corner: corner(top_left) },
+                MaskRecord::Prefix { keys, top_left } => Mask::Prefix { keys, corner: corner(top_left) },
             },
             scale: record.scale,
             lse: record.lse,

@@ -160,7 +160,7 @@ fn rows_of(
     let band = problem.mask().band(of.q.len, of.kv.len);
     rows.clear();
     rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
-        let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { block::kept(&band, query, of.kv.len) };
+        let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { band.keys(query, of.kv.len) };
         Row { keys, lse, delta }
     }));
 }

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::matmul::{Matrix, matmul};
-use crate::mask::Band;
 
 /// The keys that a query keeps: the first one, and the one after the last. `start >= end` where the query keeps none.
 pub(super) type Keys = (usize, usize);
@@ -87,16 +86,6 @@ fn add(weight: f32, values: &[f32], sums: &mut [f32]) {
     for (sum, value) in sums.iter_mut().zip(values) {
         *sum += weight * value;
     }
-}
-
-/// The keys that a query keeps.
-pub(super) fn kept(band: &Band, query: usize, seqlen_kv: usize) -> Keys {
-    let bound = |key: i64| usize::try_from(key.max(0)).map_or(seqlen_kv, |key| key.min(seqlen_kv));
-    let signed = |keys: usize| i64::try_from(keys).unwrap_or(i64::MAX);
-    let own = signed(query).saturating_add(band.offset);
-    let start = band.left.map_or(0, |left| bound(own.saturating_sub(signed(left))));
-    let end = band.right.map_or(seqlen_kv, |right| bound(own.saturating_add(signed(right)).saturating_add(1)));
-    (start, end)
 }
 
 /// The first key that any query keeps, and the one after the last. The two are equal if no query keeps any key.

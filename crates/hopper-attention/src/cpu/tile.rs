@@ -70,7 +70,7 @@ pub(super) fn forward<T: Float>(
     let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
-        row.keys = block::kept(&band, query, of_keys.len);
+        row.keys = band.keys(query, of_keys.len);
     }
     // Blocks of which no query keeps a key are not visited.
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, rows_of_sequences, sequences, small};
+use super::{KernelArgs, edges, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
 use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
@@ -142,9 +142,10 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         head_dim_qk: small("head_dim_qk", dims.head_dim_qk)?,
         head_dim_vo: small("head_dim_vo", dims.head_dim_vo)?,
         softmax_scale: problem.softmax_scale(),
-        diagonal_offset: choice.diagonal_offset,
-        window_left: choice.window_left,
-        window_right: choice.window_right,
+        diagonal_offset: choice.bounds.diagonal_offset,
+        window_left: choice.bounds.window_left,
+        window_right: choice.bounds.window_right,
+        edges: edges(&choice.bounds),
         grid: choice.grid,
         shares: choice.shares,
         heads_per_group: choice.heads_per_group,

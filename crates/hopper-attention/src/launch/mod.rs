@@ -207,6 +207,13 @@ fn rows_of_sequences(
     Ok(descriptor)
 }
 
+/// The edges of a mask, as kernels take them.
+#[cfg(feature = "cuda")]
+fn edges(bounds: &crate::plan::Bounds) -> crate::sys::MaskEdges {
+    let (multiplier, shift) = bounds.reciprocal();
+    crate::sys::MaskEdges { step: bounds.step, multiplier, shift, prefix_last: bounds.prefix - 1 }
+}
+
 /// Where kernels find the lengths of sequences, and where they make the table of them.
 #[cfg(feature = "cuda")]
 fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size: i32) -> crate::sys::Sequences {

@@ -18,7 +18,7 @@ use std::fmt;
 use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::packed::{Packed, table_bytes};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, HEADS_PER_GROUP, PACKED_GROUP_BYTES, bounds, groups, groups_in_turns, groups_of_shares,
+    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, PACKED_GROUP_BYTES, groups, groups_in_turns, groups_of_shares,
     is_persistent, multiprocessors, resident, small, write_keys,
 };
 use super::shares::{self, Cut, Work};
@@ -76,12 +76,8 @@ pub struct BackwardPlan {
 pub struct BackwardChoice {
     /// The kernel.
     pub kernel: KernelInfo,
-    /// The key at which query 0 stands, as the mask and the lengths say. Between -2^30 and 2^30.
-    pub diagonal_offset: i32,
-    /// Number of keys kept before a query's own key: 0 to 2^30. 2^30 stands for all.
-    pub window_left: i32,
-    /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
-    pub window_right: i32,
+    /// The keys that a query keeps, as the mask and the lengths say.
+    pub bounds: Bounds,
     /// Number of tiles in all: `ceil(seqlen_kv / tile_n) * batch * heads_kv`, or no fewer (`packed`). Below 2^31 - 2^20.
     pub tiles: i32,
     /// Number of shares that the work of a tile is cut into, at least 1 (`shares.rs`). sm80: 1.
@@ -188,7 +184,7 @@ impl fmt::Display for BackwardChoice {
             let order = if is_persistent(kernel) || self.turns { "drawn" } else { "fixed" };
             write!(f, "up to {blocks} blocks of queries with sums, heads a group {heads_per_group}, {order} order")?;
             write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
-            return write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right]);
+            return write_keys(f, kernel.mask, &self.bounds);
         }
         write!(f, "{kernel}, grid {grid} for {tiles} tiles")?;
         if *shares > 1 {
@@ -198,7 +194,7 @@ impl fmt::Display for BackwardChoice {
         write!(f, ", {blocks} blocks of queries, heads a group {heads_per_group}, groups {groups}, ")?;
         write!(f, "{} order", if self.tile_counter { "drawn" } else { "fixed" })?;
         write!(f, "{}", if self.turns { ", dQ in turns" } else { "" })?;
-        write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])
+        write_keys(f, kernel.mask, &self.bounds)
     }
 }
 
@@ -246,7 +242,7 @@ fn select_cut(
     let tiles = count("tiles of keys", dims.seqlen_kv.div_ceil(kernel.tile_n.max(1)), heads_kv)?;
     let heads_q = dims.batch * dims.heads_q;
     let blocks = count("blocks of queries", dims.seqlen_q.div_ceil(kernel.tile_m.max(1)), heads_q)?;
-    let mask = bounds(problem.forward());
+    let bounds = Bounds::of(problem.forward());
     let even = kernel.mask == MaskClass::Full;
     let turns = problem.is_deterministic();
     let multiprocessors = multiprocessors(problem.forward(), gpu, &kernel)?;
@@ -254,7 +250,7 @@ fn select_cut(
     let bytes = bytes_of_kv_head(&dims, &kernel, dims.seqlen_q);
     let cut = if is_persistent(&kernel) {
         let work = Work {
-            steps: shares::steps(&kernel, dims, mask),
+            steps: shares::steps(&kernel, dims, bounds),
             group,
             heads: heads_kv,
             multiprocessors,
@@ -282,7 +278,6 @@ fn select_cut(
         Cut { in_cluster: true, .. } => listed,
         _ => listed.min(small(multiprocessors)),
     };
-    let [diagonal_offset, window_left, window_right] = mask;
     // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
     // same blocks in each tile. Other shares do not, so that all are in one group.
     let in_heads = if cut_tiles < tiles { 1 } else { shares };
@@ -297,9 +292,7 @@ fn select_cut(
     };
     Ok(BackwardChoice {
         kernel,
-        diagonal_offset,
-        window_left,
-        window_right,
+        bounds,
         tiles,
         shares: small(shares),
         cut_tiles,
@@ -339,7 +332,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
     };
     let tiles = count("tiles of keys", packed.list_size, dims.heads_kv)?;
     count("blocks of queries", packed.block_list_size, dims.heads_q)?;
-    let [diagonal_offset, window_left, window_right] = bounds(problem.forward());
+    let bounds = Bounds::of(problem.forward());
     let even = kernel.mask == MaskClass::Full && !problem.is_deterministic();
     let multiprocessors = small(multiprocessors(problem.forward(), gpu, &kernel)?);
     // A group is of one sequence. Here it has as many heads as suit the longest that there may be.
@@ -355,9 +348,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
     };
     Ok(BackwardChoice {
         kernel,
-        diagonal_offset,
-        window_left,
-        window_right,
+        bounds,
         tiles,
         shares: 1,
         cut_tiles: 0,

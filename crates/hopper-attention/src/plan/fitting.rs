@@ -7,6 +7,7 @@ use super::target::Target;
 use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::mask::Band;
 use crate::problem::ForwardProblem;
 use crate::table::KernelInfo;
 
@@ -29,12 +30,19 @@ pub(super) fn tile_count(per_head: usize, heads: usize) -> Option<i32> {
 /// variant of [`Mask`](crate::Mask): a causal mask with one query keeps every key, so the class is `Full`.
 pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     let dims = problem.dims();
-    let band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
-    match (band.left, band.right) {
-        (None, None) => MaskClass::Full,
-        (None, Some(_)) => MaskClass::Causal,
-        (Some(_), _) => MaskClass::Window,
+    let band = band(problem, dims.seqlen_q, dims.seqlen_kv);
+    match (band.left, band.right, band.chunk, band.prefix) {
+        (None, None, None, 0) => MaskClass::Full,
+        (None, Some(_), None, 0) => MaskClass::Causal,
+        _ => MaskClass::Window,
     }
+}
+
+/// The problem's mask as intervals of keys. Where the kernels know the lengths of sequences, and not the plan, it serves all
+/// sequences of up to so many queries and keys, which have offsets of their own.
+pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) -> Band {
+    let mask = problem.mask();
+    if problem.has_lengths() { mask.band_of_sequences(seqlen_q, seqlen_kv) } else { mask.band(seqlen_q, seqlen_kv) }
 }
 
 /// The rows of a pass that compute the problem on the GPU. The list is never empty. The filters, in this order:

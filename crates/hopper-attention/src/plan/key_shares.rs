@@ -6,7 +6,7 @@
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 35), at head dim 96 and above 128 an estimate. All its times
 //! are in microseconds.
 
-use super::schedule::{LARGEST_CLUSTER, clusters_at_a_time};
+use super::schedule::{Bounds, LARGEST_CLUSTER, clusters_at_a_time};
 use crate::arch::MaskClass;
 use crate::problem::Dims;
 use crate::table::KernelInfo;
@@ -98,26 +98,25 @@ impl Costs {
 }
 
 /// The number of blocks of keys that tile `tile` visits: `KeyVisits` of the kernels (`common/visits.hpp`). At least 1.
-fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usize {
+fn visits(kernel: &KernelInfo, dims: Dims, bounds: Bounds, tile: usize) -> usize {
     let (rows, block) = (kernel.tile_m as i64, kernel.tile_n.max(1) as i64);
-    let [offset, left, right] = bounds.map(i64::from);
     let (queries, keys) = (dims.seqlen_q as i64, dims.seqlen_kv as i64);
     let blocks = |keys: i64| (keys.max(0) + block - 1) / block;
     let (mut begin, mut end) = (0, blocks(keys));
     let first_row = tile as i64 * rows;
     let last_row = (first_row + rows).min(queries) - 1;
     if kernel.mask == MaskClass::Window {
-        begin = ((first_row + offset - left).max(0) / block).min(end - 1);
+        begin = (bounds.first_key(first_row) / block).min(end - 1);
     }
     if kernel.mask != MaskClass::Full {
-        end = blocks(keys.min(last_row + offset + right + 1)).max(begin + 1);
+        end = blocks(keys.min(bounds.last_key(last_row) + 1)).max(begin + 1);
     }
     usize::try_from(end - begin).unwrap_or(1).max(1)
 }
 
 impl Work {
     /// `bounds` are those of the mask (`schedule.rs`). `multiprocessors` is at least 1.
-    pub(super) fn new(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], multiprocessors: usize, drawn: bool) -> Self {
+    pub(super) fn new(kernel: &KernelInfo, dims: Dims, bounds: Bounds, multiprocessors: usize, drawn: bool) -> Self {
         let of_head = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
         let visits = if dims.seqlen_kv == 0 {
             vec![1; of_head.min(1)]
@@ -194,7 +193,7 @@ mod tests {
     use crate::arch::Arch;
     use crate::dtype::DType;
     use crate::mask::Mask;
-    use crate::plan::schedule::{bounds, small_bands};
+    use crate::plan::schedule::small_bands;
     use crate::problem::ForwardProblem;
     use crate::table::tests::ROW;
 
@@ -214,7 +213,7 @@ mod tests {
             packs: false,
             ..ROW
         };
-        Work::new(&row, dims, bounds(&problem), 132, class != MaskClass::Full).best().0
+        Work::new(&row, dims, Bounds::of(&problem), 132, class != MaskClass::Full).best().0
     }
 
     fn square(heads: usize, seqlen: usize, head_dim: usize) -> Dims {
@@ -250,7 +249,7 @@ mod tests {
         let time = |heads, seqlen, row: KernelInfo| {
             let dims = square(heads, seqlen, 128);
             let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).build().unwrap();
-            Work::new(&row, dims, bounds(&problem), 132, true).best()
+            Work::new(&row, dims, Bounds::of(&problem), 132, true).best()
         };
         let (narrow, wide) = (row(64, 4), row(128, 8));
         assert!(narrow.has_one_tile() && !wide.has_one_tile() && !row(64, 1).has_one_tile());
@@ -269,7 +268,7 @@ mod tests {
             let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
             let time = |tile_n| {
                 let row = KernelInfo { mask: MaskClass::Full, ..row(tile_n) };
-                Work::new(&row, dims, bounds(&problem), 132, false).best()
+                Work::new(&row, dims, Bounds::of(&problem), 132, false).best()
             };
             assert_eq!((time(64).0, time(80).0), (1, 1), "such tiles are never shared");
             if time(80).1 <= time(64).1 { 80 } else { 64 }
@@ -285,7 +284,7 @@ mod tests {
         let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
         let row = KernelInfo { tile_m: 128, tile_n: 128, most_shares: 8, head_dim_vo: 128, ..ROW };
         for multiprocessors in [1, 2, 4, 6, 7, 8, 16, 78, 114, 132] {
-            let (shares, time) = Work::new(&row, dims, bounds(&problem), multiprocessors, false).best();
+            let (shares, time) = Work::new(&row, dims, Bounds::of(&problem), multiprocessors, false).best();
             assert!((1..=multiprocessors.min(8)).contains(&shares) && time.is_finite(), "{multiprocessors}: {shares}");
         }
     }
@@ -295,9 +294,9 @@ mod tests {
         let long = square(1, 1 << 20, 64);
         let problem = ForwardProblem::builder(DType::BF16, long).mask(Mask::causal()).build().unwrap();
         let row = KernelInfo { mask: MaskClass::Causal, tile_m: 128, tile_n: 128, ..ROW };
-        let work = Work::new(&row, long, bounds(&problem), 132, true);
+        let work = Work::new(&row, long, Bounds::of(&problem), 132, true);
         assert_eq!((work.visits.len(), work.tiles, work.visits.iter().max()), (128, 8192, Some(&8192)));
-        let none = Work::new(&row, Dims { batch: 0, seqlen_q: 0, ..long }, bounds(&problem), 132, true);
+        let none = Work::new(&row, Dims { batch: 0, seqlen_q: 0, ..long }, Bounds::of(&problem), 132, true);
         assert_eq!(none.best().0, 1);
     }
 

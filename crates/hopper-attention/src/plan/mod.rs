@@ -27,6 +27,7 @@ pub use fitting::mask_class;
 pub use forward::ForwardPlan;
 pub(crate) use quantize::QuantizeChoice;
 pub use quantize::QuantizePlan;
+pub use schedule::Bounds;
 pub use select::{Choice, Fallback, candidates, select};
 #[cfg(feature = "cuda")]
 pub(crate) use target::Gpu;

@@ -9,7 +9,7 @@
 
 use std::fmt;
 
-use super::fitting::unsupported;
+use super::fitting::{band, unsupported};
 use crate::arch::{Arch, DeviceFacts, MaskClass};
 use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
@@ -125,17 +125,77 @@ pub(super) fn groups_in_turns(even: bool, heads: usize, bytes: usize) -> [i32; 2
     [small(group), small(heads.max(1).div_ceil(group))]
 }
 
-/// The mask as kernels read it: the key at which query 0 stands, and the numbers of keys kept before and after a query's own
-/// key. Where the kernels know the lengths of sequences, and not the plan, they add what follows from these. A number is [`UNBOUNDED`] where all are kept.
-pub(super) fn bounds(problem: &ForwardProblem) -> [i32; 3] {
-    let dims = problem.dims();
-    let mut band = problem.mask().band(dims.seqlen_q, dims.seqlen_kv);
-    if problem.has_lengths() {
-        band.offset = 0;
+/// The mask as kernels read it (`MaskEdges` in the sys crate's `params.rs`). Each query keeps one interval of keys, and neither
+/// end of it falls from one query to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// The key at which query 0 stands. Between -2^30 and 2^30. Where the kernels know the lengths of sequences, and not the plan,
+    /// they add what follows from these.
+    pub diagonal_offset: i32,
+    /// Number of keys kept before a query's own key: 0 to 2^30. 2^30 stands for all.
+    pub window_left: i32,
+    /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
+    pub window_right: i32,
+    /// The first key that a query keeps is rounded up to a multiple of this: 1 to 2^30. It is 1 for a window. For chunks it is their
+    /// number of keys, and `window_left` is one less: so a query keeps the keys of its own chunk.
+    pub step: i32,
+    /// Number of keys at the beginning that every query keeps, whatever `window_right` is: 0 to 2^30.
+    pub prefix: i32,
+}
+
+impl Bounds {
+    /// Of a problem's mask.
+    pub fn of(problem: &ForwardProblem) -> Self {
+        let dims = problem.dims();
+        let band = band(problem, dims.seqlen_q, dims.seqlen_kv);
+        let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
+        let step = band.chunk.map_or(1, small);
+        Self {
+            // |offset| < 2^30: the problem was checked.
+            diagonal_offset: if problem.has_lengths() { 0 } else { i32::try_from(band.offset).unwrap_or(0) },
+            window_left: if band.chunk.is_some() { step - 1 } else { bound(band.left) },
+            window_right: bound(band.right),
+            step,
+            prefix: small(band.prefix),
+        }
     }
-    let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
-    // |offset| < 2^30: the problem was checked.
-    [i32::try_from(band.offset).unwrap_or(0), bound(band.left), bound(band.right)]
+
+    /// The first key that a query keeps, 0 or more. It may be past the last one: then the query keeps none.
+    pub(super) fn first_key(&self, query: i64) -> i64 {
+        let bound = query + i64::from(self.diagonal_offset) - i64::from(self.window_left);
+        self.rounded_down((bound + i64::from(self.step) - 1).max(0))
+    }
+
+    /// The last key that a query keeps. It may be past the end of the keys, or below 0.
+    pub(super) fn last_key(&self, query: i64) -> i64 {
+        let bound = query + i64::from(self.diagonal_offset) + i64::from(self.window_right);
+        bound.max(i64::from(self.prefix) - 1)
+    }
+
+    /// The first query that keeps a key, if any does, 0 or more.
+    pub(super) fn first_query(&self, key: i64) -> i64 {
+        let bound = key - i64::from(self.diagonal_offset) - i64::from(self.window_right);
+        if key < i64::from(self.prefix) { 0 } else { bound.max(0) }
+    }
+
+    /// The last query whose first key is no later than a key.
+    pub(super) fn last_query(&self, key: i64) -> i64 {
+        self.rounded_down(key) - i64::from(self.diagonal_offset) + i64::from(self.window_left)
+    }
+
+    fn rounded_down(&self, key: i64) -> i64 {
+        key - key % i64::from(self.step.max(1))
+    }
+
+    /// How kernels divide a number below 2^31 by `step`: twice the number times `multiplier`, without the lower 32 bits, is shifted
+    /// to the right by `shift`. (The error of `multiplier` is below `2^shift`, so that of the quotient is below `1 / step`.)
+    pub fn reciprocal(&self) -> (u32, i32) {
+        let step = u64::from(self.step.max(1).unsigned_abs());
+        let shift = step.next_power_of_two().trailing_zeros();
+        // Below 2^32, since 2^shift is less than twice the step.
+        let multiplier = (1u64 << (31 + shift)).div_ceil(step);
+        (u32::try_from(multiplier).unwrap_or(u32::MAX), shift as i32)
+    }
 }
 
 /// A count as `i32`. A count that does not fit saturates.
@@ -145,31 +205,78 @@ pub(super) fn small(count: usize) -> i32 {
 
 /// Prints the keys that a mask keeps, as part of a plan's text. `from +2000-256 to +2000+3` means that query `q` keeps the keys
 /// from `q + 2000 - 256` to `q + 2000 + 3`.
-pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, [offset, left, right]: [i32; 3]) -> fmt::Result {
+pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, bounds: &Bounds) -> fmt::Result {
+    let Bounds { diagonal_offset: offset, window_left: left, window_right: right, step, prefix } = *bounds;
     match mask {
-        MaskClass::Full => Ok(()),
-        MaskClass::Causal => write!(f, ", keys to {offset:+}{right:+}"),
-        MaskClass::Window if right == UNBOUNDED => write!(f, ", keys from {offset:+}{:+}", -left),
-        MaskClass::Window => write!(f, ", keys from {offset:+}{:+} to {offset:+}{right:+}", -left),
+        MaskClass::Full => return Ok(()),
+        MaskClass::Causal => return write!(f, ", keys to {offset:+}{right:+}"),
+        MaskClass::Window if left == UNBOUNDED => write!(f, ", keys to {offset:+}{right:+}")?,
+        MaskClass::Window if right == UNBOUNDED => write!(f, ", keys from {offset:+}{:+}", -left)?,
+        MaskClass::Window => write!(f, ", keys from {offset:+}{:+} to {offset:+}{right:+}", -left)?,
     }
+    if step > 1 {
+        write!(f, ", chunks of {step}")?;
+    }
+    if prefix > 0 {
+        write!(f, ", and the first {prefix}")?;
+    }
+    Ok(())
 }
 
 /// Problems by which the blocks that a kernel visits are compared with the mask's definition: sizes, class, mask, and the mask's
 /// bounds.
 #[cfg(test)]
-pub(super) fn small_bands() -> impl Iterator<Item = (crate::problem::Dims, MaskClass, crate::Mask, [i32; 3])> {
-    use crate::{DType, Mask, problem::Dims};
+pub(super) fn small_bands() -> impl Iterator<Item = (crate::problem::Dims, MaskClass, crate::Mask, Bounds)> {
+    use crate::{Corner, DType, Mask, problem::Dims};
     let masks = [
         (MaskClass::Full, Mask::Full),
         (MaskClass::Causal, Mask::causal()),
         (MaskClass::Window, Mask::window(Some(5), Some(2))),
         (MaskClass::Window, Mask::window(None, Some(0))),
+        (MaskClass::Window, Mask::chunked(1)),
+        (MaskClass::Window, Mask::chunked(5)),
+        (MaskClass::Window, Mask::Chunked { chunk: 12, corner: Corner::TopLeft }),
+        (MaskClass::Window, Mask::prefix(3)),
+        (MaskClass::Window, Mask::Prefix { keys: 11, corner: Corner::TopLeft }),
     ];
     [(1, 1), (13, 29), (29, 13), (16, 16), (30, 7)].into_iter().flat_map(move |(queries, keys)| {
         let dims = Dims::new(1, queries, 1, 8).with_seqlen_kv(keys);
         masks.map(|(class, mask)| {
             let problem = ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap();
-            (dims, class, mask, bounds(&problem))
+            (dims, class, mask, Bounds::of(&problem))
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn divided(number: i32, step: i32) -> i32 {
+        let bounds = Bounds { diagonal_offset: 0, window_left: 0, window_right: 0, step, prefix: 0 };
+        let (multiplier, shift) = bounds.reciprocal();
+        let product = u64::from(2 * number.unsigned_abs()) * u64::from(multiplier);
+        ((product >> 32) as u32 >> shift) as i32
+    }
+
+    #[test]
+    fn kernels_divide_exactly_at_every_border() {
+        for step in (1..=3000).chain([8191, 8192, 8193, 65537, (1 << 29) - 1, (1 << 30) - 1, 1 << 30]) {
+            let most = i32::MAX / step;
+            for quotient in [0, 1, 2, 3, most - 1, most].map(|quotient| quotient.min(most)) {
+                let border = quotient * step;
+                assert_eq!(divided(border, step), quotient, "{border} / {step}");
+                assert_eq!(divided((border - 1).max(0), step), (border - 1).max(0) / step, "{border} - 1, / {step}");
+            }
+            assert_eq!(divided(i32::MAX, step), i32::MAX / step);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn kernels_divide_exactly(number in 0..=i32::MAX, step in 1..=1i32 << 30) {
+            prop_assert_eq!(divided(number, step), number / step);
+        }
+    }
 }

@@ -16,7 +16,7 @@ use std::fmt;
 use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::{Work, is_wide};
 use super::packed::{most_tiles, table_bytes, typical_dims};
-use super::schedule::{HEADS_PER_GROUP, bounds, groups, is_persistent, multiprocessors, resident, small, write_keys};
+use super::schedule::{Bounds, HEADS_PER_GROUP, groups, is_persistent, multiprocessors, resident, small, write_keys};
 use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -56,12 +56,8 @@ pub struct Fallback {
 pub struct Choice {
     /// The kernel.
     pub kernel: KernelInfo,
-    /// The key at which query 0 stands, as the mask and the lengths say. Between -2^30 and 2^30.
-    pub diagonal_offset: i32,
-    /// Number of keys kept before a query's own key: 0 to 2^30. 2^30 stands for all.
-    pub window_left: i32,
-    /// Number of keys kept after a query's own key: 0 to 2^30. 2^30 stands for all.
-    pub window_right: i32,
+    /// The keys that a query keeps, as the mask and the lengths say.
+    pub bounds: Bounds,
     /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`. Where the kernel reads lengths from memory (`packed`): the most
     /// that all sequences together can have.
     pub m_tiles: i32,
@@ -193,7 +189,7 @@ fn is_fitted(row: &KernelInfo) -> bool {
 fn work(problem: &ForwardProblem, gpu: &DeviceFacts, row: &KernelInfo) -> Work {
     let margin = problem.sm_margin();
     let left = gpu.multiprocessors.saturating_sub(margin).max(1);
-    let work = Work::new(row, typical_dims(problem), bounds(problem), left, is_drawn(problem, row));
+    let work = Work::new(row, typical_dims(problem), Bounds::of(problem), left, is_drawn(problem, row));
     if margin > 0 { work.bounded() } else { work }
 }
 
@@ -278,7 +274,7 @@ fn schedule(
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
         groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), usize::MAX);
-    let [diagonal_offset, window_left, window_right] = bounds(problem);
+    let bounds = Bounds::of(problem);
     let shares = match shares {
         _ if kernel.most_shares <= 1 => 1,
         Some(shares) => small(shares.clamp(1, kernel.most_shares)),
@@ -298,9 +294,7 @@ fn schedule(
     let tile_counter = tiles > grid && is_drawn(problem, &kernel);
     Ok(Choice {
         kernel,
-        diagonal_offset,
-        window_left,
-        window_right,
+        bounds,
         m_tiles: small(m_tiles),
         tiles,
         grid,
@@ -325,12 +319,10 @@ fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelIn
         unsupported(wanted, MOST_TILES_TEXT.into())
     })?;
     let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
-    let [diagonal_offset, window_left, window_right] = bounds(problem);
+    let bounds = Bounds::of(problem);
     Ok(Choice {
         kernel,
-        diagonal_offset,
-        window_left,
-        window_right,
+        bounds,
         m_tiles: small(list_size),
         tiles,
         grid: if is_persistent(&kernel) { tiles.clamp(1, small(multiprocessors)) } else { tiles },
@@ -430,7 +422,7 @@ impl fmt::Display for Choice {
             write!(f, "{kernel}{tuned}, grid {grid} for up to {tiles} tiles of {sequences} sequences, ")?;
             let order = if is_persistent(kernel) { "drawn" } else { "fixed" };
             write!(f, "heads a group {heads_per_group}, {order} order")?;
-            return write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right]);
+            return write_keys(f, kernel.mask, &self.bounds);
         }
         write!(f, "{kernel}{tuned}, grid {grid} for {tiles} tiles ({m_tiles} a head, {padding} queries of padding), ")?;
         write!(
@@ -444,7 +436,7 @@ impl fmt::Display for Choice {
         if self.shares > 1 {
             write!(f, ", {} shares", self.shares)?;
         }
-        write_keys(f, kernel.mask, [self.diagonal_offset, self.window_left, self.window_right])?;
+        write_keys(f, kernel.mask, &self.bounds)?;
         match &self.fallback {
             Some(fallback) => {
                 write!(f, ", and where scores do not fit f16 {}, grid {}", fallback.kernel, fallback.grid)

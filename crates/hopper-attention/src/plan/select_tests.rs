@@ -3,7 +3,7 @@ use crate::arch::{Arch, ComputeCapability, Pass};
 use crate::device::Device;
 use crate::mask::{Corner, Mask};
 use crate::plan::fitting::mask_class;
-use crate::plan::schedule::UNBOUNDED;
+use crate::plan::schedule::{Bounds, UNBOUNDED};
 use crate::problem::Dims;
 use proptest::prelude::*;
 
@@ -263,12 +263,52 @@ fn the_class_is_what_the_mask_keeps() {
     assert_eq!(class(Mask::window(Some(98), Some(0)), 100, 100), MaskClass::Window);
     assert_eq!(class(Mask::window(Some(99), Some(99)), 100, 100), MaskClass::Full);
     assert_eq!(class(Mask::window(Some(0), Some(0)), 100, 0), MaskClass::Full);
+    assert_eq!(class(Mask::chunked(100), 100, 100), MaskClass::Causal); // All in the first chunk.
+    assert_eq!(class(Mask::chunked(99), 100, 100), MaskClass::Window);
+    assert_eq!(class(Mask::chunked(8), 1, 8), MaskClass::Full);
+    assert_eq!(class(Mask::chunked(8), 1, 9), MaskClass::Window);
+    assert_eq!(class(Mask::prefix(0), 100, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::prefix(1), 100, 100), MaskClass::Causal); // The first query keeps its own key anyway.
+    assert_eq!(class(Mask::prefix(2), 100, 100), MaskClass::Window);
+    assert_eq!(class(Mask::prefix(50), 50, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::prefix(100), 100, 100), MaskClass::Full);
+}
+
+#[test]
+fn the_class_of_packed_sequences_serves_all_of_them() {
+    let class = |mask, seqlen_q, seqlen_kv| {
+        let dims = Dims { batch: 4, seqlen_q, seqlen_kv, ..DIMS };
+        mask_class(&ForwardProblem::builder(DType::BF16, dims).mask(mask).packed(true).build().unwrap())
+    };
+    // Of 50 queries and 100 keys in all, a sequence may have as many queries as keys.
+    assert_eq!(class(Mask::prefix(50), 50, 100), MaskClass::Window);
+    assert_eq!(class(Mask::prefix(0), 50, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::prefix(100), 50, 100), MaskClass::Full);
+    assert_eq!(class(Mask::chunked(100), 50, 100), MaskClass::Causal);
+    assert_eq!(class(Mask::chunked(99), 50, 100), MaskClass::Window);
+}
+
+#[test]
+fn edges_reach_the_kernel() {
+    let bounds = |mask| select(&problem(DIMS, mask), &H100, &table()).unwrap().bounds;
+    let of = |window_left, step, prefix| Bounds { diagonal_offset: 2000, window_left, window_right: 0, step, prefix };
+    assert_eq!(bounds(Mask::chunked(64)), of(63, 64, 0));
+    assert_eq!(bounds(Mask::chunked(1)), of(0, 1, 0));
+    assert_eq!(bounds(Mask::chunked(usize::MAX)), of(UNBOUNDED, 1, 0));
+    assert_eq!(bounds(Mask::prefix(2500)), of(UNBOUNDED, 1, 2500));
+    assert_eq!(bounds(Mask::prefix(2000)), of(UNBOUNDED, 1, 0));
+    let text = |mask| select(&problem(DIMS, mask), &H100, &table()).unwrap().to_string();
+    assert!(text(Mask::chunked(64)).ends_with(", keys from +2000-63 to +2000+0, chunks of 64"));
+    assert!(text(Mask::prefix(2500)).ends_with(", keys to +2000+0, and the first 2500"));
 }
 
 #[test]
 fn bounds_reach_the_kernel() {
     let choice = |mask| select(&problem(DIMS, mask), &H100, &table()).unwrap();
-    let bounds = |choice: Choice| (choice.diagonal_offset, choice.window_left, choice.window_right);
+    let bounds = |Choice { bounds, .. }: Choice| {
+        assert_eq!((bounds.step, bounds.prefix), (1, 0));
+        (bounds.diagonal_offset, bounds.window_left, bounds.window_right)
+    };
     assert_eq!(bounds(choice(Mask::causal())), (2000, UNBOUNDED, 0));
     assert_eq!(bounds(choice(Mask::Causal { corner: Corner::TopLeft })), (0, UNBOUNDED, 0));
     assert_eq!(bounds(choice(Mask::window(Some(7), None))), (2000, 7, UNBOUNDED));
@@ -567,6 +607,8 @@ fn masks() -> impl Strategy<Value = Mask> {
         Just(Mask::Full),
         corner().prop_map(|corner| Mask::Causal { corner }),
         (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+        (1usize..40, corner()).prop_map(|(chunk, corner)| Mask::Chunked { chunk, corner }),
+        (0usize..40, corner()).prop_map(|(keys, corner)| Mask::Prefix { keys, corner }),
     ]
 }
 
@@ -579,9 +621,11 @@ proptest! {
             for kv in 0..seqlen_kv {
                 // As params.rs of the sys crate defines the bounds, in the 32-bit arithmetic of the kernels.
                 let (q32, kv32) = (q as i32, kv as i32);
-                let own = q32 + choice.diagonal_offset;
-                let from = own - choice.window_left;
-                let to = own + choice.window_right;
+                let bounds = choice.bounds;
+                let own = q32 + bounds.diagonal_offset;
+                let from = (own - bounds.window_left).max(0);
+                let from = (from + bounds.step - 1) / bounds.step * bounds.step;
+                let to = (own + bounds.window_right).max(bounds.prefix - 1);
                 let kept = match choice.kernel.mask {
                     MaskClass::Full => true,
                     MaskClass::Causal => kv32 <= to,

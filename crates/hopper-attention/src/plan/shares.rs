@@ -15,7 +15,7 @@
 //!
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 34). All its times are in steps, of some 2 microseconds.
 
-use super::schedule::{LARGEST_CLUSTER, clusters_at_a_time};
+use super::schedule::{Bounds, LARGEST_CLUSTER, clusters_at_a_time};
 use crate::arch::MaskClass;
 use crate::problem::Dims;
 use crate::table::KernelInfo;
@@ -95,25 +95,24 @@ pub(super) struct Work {
 
 /// The number of blocks of queries that tile `tile` of keys visits, in one query head: `QueryVisits` of the kernels
 /// (`common/visits.hpp`). At least 1.
-fn visits(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3], tile: usize) -> usize {
+fn visits(kernel: &KernelInfo, dims: Dims, bounds: Bounds, tile: usize) -> usize {
     let (rows, keys) = (kernel.tile_m.max(1) as i64, kernel.tile_n as i64);
-    let [offset, left, right] = bounds.map(i64::from);
     let (queries, all_keys) = (dims.seqlen_q as i64, dims.seqlen_kv as i64);
     let blocks = |queries: i64| (queries.max(0) + rows - 1) / rows;
     let (mut begin, mut end) = (0, blocks(queries));
     let first_key = tile as i64 * keys;
     if kernel.mask != MaskClass::Full {
-        begin = ((first_key - offset - right).max(0) / rows).min(end - 1);
+        begin = (bounds.first_query(first_key) / rows).min(end - 1);
     }
     if kernel.mask == MaskClass::Window {
         let last_key = (first_key + keys).min(all_keys) - 1;
-        end = blocks(queries.min(last_key - (offset - left) + 1)).max(begin + 1);
+        end = blocks(queries.min(bounds.last_query(last_key) + 1)).max(begin + 1);
     }
     usize::try_from(end - begin).unwrap_or(1).max(1)
 }
 
 /// The steps of each tile of one KV head, all query heads together: [`Work::steps`].
-pub(super) fn steps(kernel: &KernelInfo, dims: Dims, bounds: [i32; 3]) -> Vec<usize> {
+pub(super) fn steps(kernel: &KernelInfo, dims: Dims, bounds: Bounds) -> Vec<usize> {
     let tiles = dims.seqlen_kv.div_ceil(kernel.tile_n.max(1));
     if tiles > MOST_TILES || dims.batch * dims.seqlen_q == 0 {
         return Vec::new();

@@ -231,6 +231,7 @@ impl ForwardProblemBuilder {
     /// - `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31;
     /// - the softmax scale is not finite and above 0;
     /// - the [`softcap`](Self::softcap) is not 0, nor finite, above 0 and in its range;
+    /// - the mask has chunks of 0 keys;
     /// - an option for e4m3 operands is set for other operands;
     /// - `fill_gaps` or a longest sequence is given for a problem without packed tensors and used lengths;
     /// - an operand was asked for that is not an optional operand of a forward pass.
@@ -251,6 +252,7 @@ impl ForwardProblemBuilder {
             return Err(Error::Dtype { what: "q, k and v", got: dtype, allowed });
         }
         dims.check()?;
+        mask.check()?;
         let softmax_scale = softmax_scale.unwrap_or((1.0 / (dims.head_dim_qk as f64).sqrt()) as f32);
         if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
             let (got, allowed) = (softmax_scale.to_string(), "finite and above 0".into());

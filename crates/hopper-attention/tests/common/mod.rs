@@ -42,5 +42,7 @@ pub fn masks() -> impl Strategy<Value = Mask> {
         Just(Mask::Full),
         corner().prop_map(|corner| Mask::Causal { corner }),
         (bound(), bound(), corner()).prop_map(|(left, right, corner)| Mask::Window { left, right, corner }),
+        (1usize..50, corner()).prop_map(|(chunk, corner)| Mask::Chunked { chunk, corner }),
+        (0usize..50, corner()).prop_map(|(keys, corner)| Mask::Prefix { keys, corner }),
     ]
 }

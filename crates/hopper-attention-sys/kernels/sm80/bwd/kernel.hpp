@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     if (tile.valid() && tile.q_len == 0) {
       BwdMma<Traits>::clear_gradients(params, tile);
     } else if (tile.valid()) {
-      storage.packed.band = band_of_tile(params, tile);  // by every thread the same
+      storage.packed.band.template keep<Traits::kMask>(band_of_tile(params, tile));  // by every thread the same
       BwdMma<Traits>::run(params, scalars, tile, storage.packed.band, storage);
     }
   } else {

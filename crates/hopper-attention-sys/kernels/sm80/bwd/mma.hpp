@@ -355,7 +355,8 @@ struct BwdMma {
       }
     }
     __syncthreads();
-    add_queries(params, scalars, storage, stage ^ 1, block_before());
+    // (The last block is always in stage 1. Of the number ptxas keeps nothing, where it would spill the first stage.)
+    add_queries(params, scalars, storage, kMask == MaskClass::Window ? 1 : stage ^ 1, block_before());
 
     // Both warps at once, each its own.
     TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;

@@ -103,7 +103,8 @@ struct Mma {
       if (!tile.valid()) {
         return;
       }
-      storage.packed.band = band_of_tile(params, tile);  // by every thread the same, as what follows
+      storage.packed.band.template keep<kMask>(
+          band_of_tile(params, tile));  // by every thread the same, as what follows
     }
     KeyVisits visits = visits_of(band, tile.block);
     storage.tile = tile;  // by every thread the same

@@ -49,6 +49,15 @@ struct alignas(16) PackedShare : TileShare {
 };
 static_assert(sizeof(PackedShare) == 64, "the plan counts 64 bytes an entry");
 
+// Whether a tile has keys that the first query keeps, so that it begins with the first block of queries, as the others
+// do that have such keys.
+template <class Traits>
+CUTE_DEVICE bool sees_first_query(Band const& band, int n_block) {
+  int const first_key = n_block * Traits::kTileN;
+  bool const sees = Traits::kMask == MaskClass::Full || first_key < band.right_offset;
+  return Traits::kMask == MaskClass::Window ? sees || first_key <= band.edges.prefix_last : sees;
+}
+
 // Writes the list of tiles of such a launch.
 template <class Traits>
 CUTE_DEVICE void write_packed_shares(BwdParams const& params, int thread, int threads) {
@@ -61,7 +70,7 @@ CUTE_DEVICE void write_packed_shares(BwdParams const& params, int thread, int th
     Band const band = band_of_tile(params, tile);
     auto visits = QueryVisits::blocks_of_any<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
     // Many tiles see the first block. They begin each elsewhere, so that few add to the sums of one dQ at a time.
-    if (!params.ordered && (Traits::kMask == MaskClass::Full || tile.block * Traits::kTileN < band.right_offset)) {
+    if (!params.ordered && sees_first_query<Traits>(band, tile.block)) {
       visits.start = visits.begin + tile.block * (Traits::kTileN / Traits::kTileM) % visits.count();
     }
     PackedShare share;
@@ -106,7 +115,7 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
     int const heads_per_kv_head = params.heads_q / params.heads_kv;
     auto visits = QueryVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, listed.block, params.ordered);
     // With more keys than queries, many tiles see the first block under a mask, too. They begin each elsewhere.
-    if (Traits::kMask != MaskClass::Full && !params.ordered && listed.block * Traits::kTileN < band.right_offset) {
+    if (Traits::kMask != MaskClass::Full && !params.ordered && sees_first_query<Traits>(band, listed.block)) {
       visits.start = listed.block * (Traits::kTileN / Traits::kTileM) % visits.end;
     }
     Share const share = Share::of(heads_per_kv_head * visits.count(), index, shares);

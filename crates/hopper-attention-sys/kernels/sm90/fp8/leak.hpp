@@ -185,8 +185,8 @@ __device__ __noinline__ void repair_rows(typename Traits::Params const& params, 
   int const query = words.first_row + static_cast<int>(thread_index_anew()) % 32;
   if (params.lse != nullptr && query < cute::min(words.first_row + 16, queries_of(params, leak.tile))) {
     Fp8Operands const operands = Fp8Operands::of(params, leak.tile);
-    int const begin = Traits::kMask == MaskClass::Window ? cute::max(0, query + band.left_offset) : 0;
-    int const end = cute::min(band.seqlen_kv, query + band.right_offset + 1);
+    int const begin = band.first_key<Traits::kMask>(query);
+    int const end = cute::min(band.seqlen_kv, band.last_key<Traits::kMask>(query) + 1);
     bool bad = false;
     for (int key = begin; key < end; key = (key / Fp8Operands::kScaleBlock + 1) * Fp8Operands::kScaleBlock) {
       bad = bad || operands.is_bad(query, key / Fp8Operands::kScaleBlock);

@@ -90,6 +90,7 @@ struct Fp8KernelParams {
   int head_dim_qk;
   TensorDesc sinks;  // or without an address
   DType sinks_dtype;
+  MaskEdges edges;
 };
 
 // The same where the device knows the lengths of sequences.

@@ -11,13 +11,15 @@ use crate::problem::{BackwardProblem, Dims};
 const DIMS: Dims =
     Dims { batch: 2, seqlen_q: 75, seqlen_kv: 131, heads_q: 4, heads_kv: 2, head_dim_qk: 24, head_dim_vo: 40 };
 
-const MASKS: [Mask; 6] = [
+const MASKS: [Mask; 8] = [
     Mask::Full,
     Mask::Causal { corner: Corner::BottomRight },
     Mask::Causal { corner: Corner::TopLeft },
     Mask::Window { left: Some(5), right: Some(3), corner: Corner::BottomRight },
     Mask::Window { left: Some(0), right: Some(0), corner: Corner::TopLeft },
     Mask::Window { left: Some(2), right: None, corner: Corner::TopLeft },
+    Mask::Chunked { chunk: 17, corner: Corner::BottomRight },
+    Mask::Prefix { keys: 70, corner: Corner::TopLeft },
 ];
 
 /// Numbers that differ only by what sums in another order cost, among numbers of the size of `scale`.
