@@ -271,6 +271,10 @@ mod ffi {
         sinks: TensorDesc,
         /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
         sinks_dtype: DType,
+        /// Cap of the scores, in units of scaled scores: a score `s = softmax_scale * q k` becomes
+        /// `softcap * tanh(s / softcap)`, before the mask. Finite and above 0, or 0: there is none. Rows of e4m3 operands
+        /// get 0.
+        softcap: f32,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -379,6 +383,8 @@ mod ffi {
         sinks_dtype: DType,
         /// Gradient of the sinks, f32 `[heads_q]`, written, `stride_head` apart. May be absent.
         d_sinks: TensorDesc,
+        /// Cap of the scores, as there.
+        softcap: f32,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
