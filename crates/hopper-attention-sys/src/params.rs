@@ -87,6 +87,18 @@ mod ffi {
         F16 = 1,
     }
 
+    /// Which problems a row computes: those without a cap of the scores (`FwdParams::softcap`), or those with one.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum Caps {
+        /// Those without a cap.
+        Never = 0,
+        /// All.
+        Either = 1,
+        /// Those with a cap.
+        Always = 2,
+    }
+
     /// Result of a call.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(i32)]
@@ -272,8 +284,8 @@ mod ffi {
         /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
         sinks_dtype: DType,
         /// Cap of the scores, in units of scaled scores: a score `s = softmax_scale * q k` becomes
-        /// `softcap * tanh(s / softcap)`, before the mask. Finite and above 0, or 0: there is none. Rows of e4m3 operands
-        /// get 0.
+        /// `softcap * tanh(s / softcap)`, before the mask (`kernels/common/softcap.hpp`). 0: there is none. Else it is from
+        /// 2^-100 to 2^100, and so is `softmax_scale / softcap`. The row's `caps` allows it.
         softcap: f32,
     }
 
@@ -485,6 +497,8 @@ mod ffi {
         most_shares: i32,
         /// Whether the row takes sequences of lengths that the device knows (`Sequences`).
         packs: bool,
+        /// Whether the row caps scores.
+        caps: Caps,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.
@@ -498,6 +512,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, DType, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling,
+    Arch, BwdParams, Caps, DType, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling,
     Scores, Sequences, Status, StatusCode, TensorDesc,
 };

@@ -8,6 +8,7 @@
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/softcap.hpp"
 #include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
@@ -229,6 +230,13 @@ struct Mma {
             score_step(queries[0], k, step, scores);
           }
         }
+        // Where scores are capped, the softmax has tanh in their place.
+        auto cap = [&]() {
+          if (__builtin_expect(scalars.softcap.caps(), false)) {
+            cap_any(scores, scalars.softcap);
+          }
+        };
+        cap();
         auto recompute = [&]() {
           if constexpr (Traits::kQueriesInStage) {
             std::uint32_t const k_again = k_lane(visit);
@@ -248,6 +256,7 @@ struct Mma {
               score_step(again, k_again, step, scores);
             }
           }
+          cap();
         };
         // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
         bool starts = own.is_first(visit);

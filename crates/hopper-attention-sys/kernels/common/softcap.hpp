@@ -1,0 +1,154 @@
+// Softcap: a score s = softmax_scale * q k becomes cap * tanh(s / cap), before the mask. No score leaves [-cap, cap].
+//
+// With t = tanh(y), y = s / cap, a kernel keeps t in place of the score. What scores are multiplied by, to be in powers
+// of two, is then cap * log2(e) in place of softmax_scale * log2(e). So nothing else in a softmax changes. The
+// backward multiplies dS by the derivative, 1 - t^2.
+//
+// t must be exact to about 1e-7: an error of t is an error of cap times as much in the LSE. (The hardware's tanh is
+// off by up to 2^-11 of t.) Two forms are used:
+//
+// - near: |y| < 0.4. A polynomial, t = y (1 + a1 y^2 + a2 y^4 + a3 y^6), off by 1.2e-7 of t. Small scores are as exact
+//   as without a cap, whatever the cap is. It takes no special function.
+// - far: t = 1 - 2 / (1 + 2^(2 log2(e) y)), off by 2e-7. That is as good for |t| of 0.38 and more. It takes two special
+//   functions, which is why a warp avoids it where it can.
+//
+// Caps are often far above most scores (50 for scores of some units), so a warp looks at the largest of the scores that
+// it has. If it is near, the warp computes nothing but polynomials, of the product q k itself (Softcap::terms). Else
+// each score has both forms, and takes the one that is right.
+//
+// What is no number stays what it is: t of NaN is NaN, t of inf is 1, and of -inf is -1.
+#pragma once
+
+#include <cmath>
+#include <cute/config.hpp>
+
+#include "common/softmax.hpp"
+
+namespace hattn {
+
+// tanh(y) = y (1 + a1 y^2 + a2 y^4 + a3 y^6) for |y| up to kTanhNear: fitted to the smallest error relative to tanh.
+constexpr double kTanhNear = 0.4;
+constexpr double kTanhA1 = -0.33331882262369866;
+constexpr double kTanhA2 = 0.13277629031360516;
+constexpr double kTanhA3 = -0.047794220588577324;
+
+// What a kernel knows of a cap.
+struct Softcap {
+  float inner;     // softmax_scale / cap: y is so many times the product q k. 0: scores are not capped
+  float most;      // a product is near up to this magnitude. Below 0: the terms do not serve
+  float terms[3];  // t = p (inner + p^2 (terms[0] + p^2 (terms[1] + p^2 terms[2]))) of a near product p
+
+  CUTE_HOST_DEVICE bool caps() const { return inner != 0.0F; }
+
+  CUTE_HOST_DEVICE static Softcap of(float softmax_scale, float cap) {
+    Softcap softcap{};
+    if (cap == 0.0F) {
+      return softcap;
+    }
+    // Plans refuse quotients below 2^-100 and above 2^100. (Beyond them products would be flushed to 0, or overflow.)
+    double const wide = static_cast<double>(softmax_scale) / static_cast<double>(cap);
+    double const inner = wide < 0x1p-126 ? 0x1p-126 : wide > 0x1p125 ? 0x1p125 : wide;
+    softcap.inner = static_cast<float>(inner);
+    softcap.most = -1.0F;
+    // The seventh power must be a float that is not flushed, nor may products of these terms overflow.
+    if (inner >= 0x1p-16 && inner <= 0x1p16) {
+      softcap.most = static_cast<float>(kTanhNear / inner);
+      double const square = inner * inner;
+      softcap.terms[0] = static_cast<float>(kTanhA1 * inner * square);
+      softcap.terms[1] = static_cast<float>(kTanhA2 * inner * square * square);
+      softcap.terms[2] = static_cast<float>(kTanhA3 * inner * square * square * square);
+    }
+    return softcap;
+  }
+};
+
+// What exponents of 2 are made of y with: tanh is made of 2^(2 log2(e) y).
+constexpr float kTwoLog2E = 2.88539008177792681F;
+
+// t in the near form, from z = 2 log2(e) y.
+CUTE_DEVICE float tanh_near(float z) {
+  constexpr double kUnit = 1.0 / 2.88539008177792681;  // y = z * kUnit
+  constexpr double kSquare = kUnit * kUnit;
+  constexpr float kFirst = static_cast<float>(kUnit);
+  constexpr float kSecond = static_cast<float>(kTanhA1 * kUnit * kSquare);
+  constexpr float kThird = static_cast<float>(kTanhA2 * kUnit * kSquare * kSquare);
+  constexpr float kFourth = static_cast<float>(kTanhA3 * kUnit * kSquare * kSquare * kSquare);
+  float const square = z * z;
+  return z * fmaf(fmaf(fmaf(kFourth, square, kThird), square, kSecond), square, kFirst);
+}
+CUTE_DEVICE bool is_near(float z) { return fabsf(z) < static_cast<float>(kTanhNear * 2.88539008177792681); }
+
+// t in the form that is right.
+CUTE_DEVICE float tanh_of(float z) {
+  float const far = fmaf(-2.0F, reciprocal_approx(1.0F + exp2_approx(z)), 1.0F);
+  return is_near(z) ? tanh_near(z) : far;
+}
+
+// softmax_scale / cap, where there is no Softcap.
+template <class Params>
+CUTE_DEVICE float inner_of(Params const& params) {
+  return params.softcap == 0.0F ? 0.0F : __fdiv_rn(params.softmax_scale, params.softcap);
+}
+
+// t of one product of a query and a key.
+CUTE_DEVICE float capped(float product, float inner) { return tanh_of(product * (inner * kTwoLog2E)); }
+
+// What the backward needs of a product: 2 t, and 1 - t^2.
+//
+// With e = 2^-|z| and r = 2 / (1 + e), |t| is (1 - e) r / 2 and 1 - t^2 is e r^2. So the derivative is exact however
+// small it is, and nothing overflows.
+struct CappedScore {
+  float twice;
+  float slope;
+
+  // `z`: 2 log2(e) y.
+  CUTE_DEVICE static CappedScore of(float z) {
+    float const e = exp2_approx(-fabsf(z));
+    float const r = reciprocal_approx(fmaf(e, 0.5F, 0.5F));
+    float const far = copysignf((1.0F - e) * r, z);
+    return {is_near(z) ? 2.0F * tanh_near(z) : far, e * r * r};
+  }
+};
+
+// The products of a thread, whatever they are.
+template <class Scores>
+CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
+  // Made here each time: the compiler would keep it in a register through all of the kernel.
+  float factor;
+  asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(factor) : "f"(softcap.inner), "f"(kTwoLog2E));
+  CUTE_UNROLL
+  for (int i = 0; i < scores.size(); ++i) {
+    scores(i) = tanh_of(scores(i) * factor);
+  }
+}
+
+// Whether all products of a warp are near. A NaN counts as near: it stays NaN.
+template <class Scores>
+CUTE_DEVICE bool all_near(Scores const& scores, Softcap const& softcap) {
+  float most[4] = {};  // four chains of dependent instructions, not one
+  CUTE_UNROLL
+  for (int i = 0; i < scores.size(); ++i) {
+    most[i % 4] = fmaxf(most[i % 4], fabsf(scores(i)));
+  }
+  // (By the lanes that are not: with __all_sync ptxas takes the uniform registers away from loops around it.)
+  bool const near = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) <= softcap.most;
+  return __ballot_sync(0xffffffffU, !near) == 0;
+}
+
+// The products of a warp: the whole warp comes here. kNear: whether it looks for scores that are all near.
+template <bool kNear, class Scores>
+CUTE_DEVICE void cap_scores(Scores& scores, Softcap const& softcap) {
+  if (kNear && all_near(scores, softcap)) {
+    CUTE_UNROLL
+    for (int i = 0; i < scores.size(); ++i) {
+      float const product = scores(i);
+      float const square = product * product;
+      scores(i) = product * fmaf(fmaf(fmaf(softcap.terms[2], square, softcap.terms[1]), square, softcap.terms[0]),
+                                 square, softcap.inner);
+    }
+  } else {
+    cap_any(scores, softcap);
+  }
+}
+
+}  // namespace hattn
