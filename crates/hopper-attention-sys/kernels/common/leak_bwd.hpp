@@ -236,7 +236,7 @@ struct RepairGradients {
     float slope = 1.0F;
     if (capped) {
       CappedScore const score = CappedScore::of(s * (inner_of(params) * kTwoLog2E));
-      s = 0.5F * score.twice;
+      s = score.t;
       slope = score.slope;
     }
     float const p = of_query.weight(s, backward_factor(params), capped);

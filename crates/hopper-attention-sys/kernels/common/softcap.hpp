@@ -93,20 +93,37 @@ CUTE_DEVICE float inner_of(Params const& params) {
 // t of one product of a query and a key.
 CUTE_DEVICE float capped(float product, float inner) { return tanh_of(product * (inner * kTwoLog2E)); }
 
-// What the backward needs of a product: 2 t, and 1 - t^2.
-//
-// With e = 2^-|z| and r = 2 / (1 + e), |t| is (1 - e) r / 2 and 1 - t^2 is e r^2. So the derivative is exact however
-// small it is, and nothing overflows.
+// t of a near product.
+CUTE_DEVICE float capped_near(float product, Softcap const& softcap) {
+  float const square = product * product;
+  return product * fmaf(fmaf(fmaf(softcap.terms[2], square, softcap.terms[1]), square, softcap.terms[0]), square,
+                        softcap.inner);
+}
+
+// What the backward needs of a product: t, and 1 - t^2.
 struct CappedScore {
-  float twice;
+  float t;
   float slope;
 
-  // `z`: 2 log2(e) y.
-  CUTE_DEVICE static CappedScore of(float z) {
+  // Of a near product.
+  CUTE_DEVICE static CappedScore near(float product, Softcap const& softcap) {
+    float const t = capped_near(product, softcap);
+    return {t, fmaf(-t, t, 1.0F)};
+  }
+
+  // Of another, from z = 2 log2(e) y. With e = 2^-|z| and r = 1 / (1 + e), |t| is (1 - e) r and 1 - t^2 is 4 e r^2. So
+  // the derivative is exact however small it is, and nothing overflows. (t is off by 2e-7, whatever it is.)
+  CUTE_DEVICE static CappedScore far(float z) {
     float const e = exp2_approx(-fabsf(z));
-    float const r = reciprocal_approx(fmaf(e, 0.5F, 0.5F));
-    float const far = copysignf((1.0F - e) * r, z);
-    return {is_near(z) ? 2.0F * tanh_near(z) : far, e * r * r};
+    float const r = reciprocal_approx(1.0F + e);
+    return {copysignf((1.0F - e) * r, z), 4.0F * e * r * r};
+  }
+
+  // Of any.
+  CUTE_DEVICE static CappedScore of(float z) {
+    CappedScore score = far(z);
+    score.t = is_near(z) ? tanh_near(z) : score.t;
+    return score;
   }
 };
 
@@ -141,10 +158,7 @@ CUTE_DEVICE void cap_scores(Scores& scores, Softcap const& softcap) {
   if (kNear && all_near(scores, softcap)) {
     CUTE_UNROLL
     for (int i = 0; i < scores.size(); ++i) {
-      float const product = scores(i);
-      float const square = product * product;
-      scores(i) = product * fmaf(fmaf(fmaf(softcap.terms[2], square, softcap.terms[1]), square, softcap.terms[0]),
-                                 square, softcap.inner);
+      scores(i) = capped_near(scores(i), softcap);
     }
   } else {
     cap_any(scores, softcap);

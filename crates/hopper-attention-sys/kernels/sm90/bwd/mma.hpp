@@ -160,13 +160,10 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // P of a block, from its scores. Where these are capped, P goes to its operand, and P (1 - t^2) is left in tS. A
-    // masked score is finite then, and of no other value: -inf may be a score, whose P is not 0.
-    auto cap_block = [&]() __attribute__((always_inline)) {
-      float const factor = scalars.softcap.inner * kTwoLog2E;
-      float const half_unit = 0.5F * scalars.scale_log2;
-      auto const* const statistics =
-          storage.statistics[ring.stage] + 2 * (thread_in_group_anew(thread_in_group) % 4);
+    // Where scores are capped: P of a block goes to its operand, and P (1 - t^2) is left in tS. kNear: of scores that
+    // are all near, or masked.
+    auto cap_block = [&](auto near) __attribute__((always_inline)) {
+      auto const* const statistics = storage.statistics[ring.stage] + 2 * (thread_in_group_anew(thread_in_group) % 4);
       CUTE_UNROLL
       for (int i = 0; i < kM / 8; ++i) {
         float minus_lse[2];
@@ -181,16 +178,23 @@ struct BwdMma {
           CUTE_UNROLL
           for (int c = 0; c < 2; ++c) {
             float& score = tS(4 * i + 2 * r + c);
-            CappedScore const capped = CappedScore::of(score * factor);
-            p[c] = exp2_approx(fmaf(capped.twice, half_unit, minus_lse[c]));
-            p[c] = score == kMasked ? 0.0F : p[c];
+            bool const masked = score == kMasked;
+            CappedScore const capped = near ? CappedScore::near(masked ? 0.0F : score, scalars.softcap)
+                                            : CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            p[c] = exp2_approx(fmaf(capped.t, scalars.scale_log2, minus_lse[c]));
+            p[c] = masked ? 0.0F : p[c];
             score = p[c] * capped.slope;
           }
           tP(2 * i + r) = pack_pair<Element>(p[0], p[1]);
         }
       }
     };
+    // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
+      bool near = false;
+      if constexpr (kCapped) {
+        near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+      }
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
@@ -198,7 +202,11 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
       if constexpr (kCapped) {
-        cap_block();
+        if (near) {
+          cap_block(std::true_type{});
+        } else {
+          cap_block(std::false_type{});
+        }
         return;
       }
       CUTE_UNROLL
@@ -339,7 +347,9 @@ struct BwdMma {
     // One block: from its scores to the scores of the next block. `only` is of a block that is not a tile's first:
     // whether it is of a sequence's only tile. (As a run-time branch it cost all packed tiles 7%.)
     auto step = [&](auto is_first, auto only) __attribute__((always_inline)) {
-      exponentials();
+      if constexpr (!kCapped) {
+        exponentials();
+      }
       warpgroup_fence_operand(tS);
       // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ depends
       // on all of them.
@@ -347,12 +357,6 @@ struct BwdMma {
       CUTE_UNROLL
       for (int i = 0; i < tS.size(); ++i) {
         after |= __float_as_uint(tS(i));
-      }
-      if constexpr (kCapped) {
-        CUTE_UNROLL
-        for (int i = 0; i < tP.size(); ++i) {
-          after |= tP(i);
-        }
       }
       storage.d_o_full[ring.stage].wait(ring.parity);
       if constexpr (is_first) {
@@ -369,6 +373,11 @@ struct BwdMma {
         storage.v_full.wait(k.stage);
       } else {
         finish_queries(k.stage, after, only, remaining + 1);
+      }
+      if constexpr (kCapped) {
+        // Not before dQ: P beside P (1 - t^2) and dQ would take more registers than there are.
+        exponentials();
+        warpgroup_fence_operand(tS);
       }
       // V's place is a new value: held for the whole loop, the descriptors of an operand with one buffer would take
       // every uniform register there is.
