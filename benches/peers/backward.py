@@ -112,6 +112,8 @@ def saved(p, q, k, v, forwards, judge, torch):
 
 def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
+    if "softcap" in p:
+        raise RuntimeError("it has no softcap")
     if entry.lengths(p) is not None:
         return flash_saved_packed(p, q, k, v, torch)
     if p.get("window") is not None:
@@ -168,13 +170,13 @@ def exact(p, q, keys, values, d_o, torch):
         for first in range(0, queries, CHUNK):
             rows = slice(first, first + CHUNK)
             some, gradient = of_head[rows], d_o_of_head[rows]
-            scores = scale * some @ keys.T
+            scores, slope = entry.capped(p, scale * some @ keys.T, torch)
             if p["causal"]:
                 before = own[rows, None] - columns[None, :]
                 scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
             weights = torch.softmax(scores, -1)
             d_p = gradient @ values.T
-            d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True))
+            d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True)) * slope
             chunks.append(scale * d_s @ keys)
             d_k += scale * d_s.T @ some
             d_v += weights.T @ gradient

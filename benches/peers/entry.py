@@ -27,7 +27,7 @@ def fields(addresses, tensors, more=(), newer=()):
         *((f"{name}_stride", ctypes.c_int64 * 3) for name in tensors),
         *((name, ctypes.c_int32) for name in ints),
         ("softmax_scale", ctypes.c_float),
-        ("reserved", ctypes.c_int32),
+        ("softcap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in more),
         ("stream", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
@@ -121,8 +121,17 @@ def filled(kind, p, tensors, lse, stream, offsets=None):
     a.mask = MASKS["window" if window is not None else "causal" if p["causal"] else "full"]
     a.window_left, a.window_right = (-1, -1) if window is None else (window, 0)
     a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
+    a.softcap = p.get("softcap", 0)
     a.stream = stream
     return a
+
+
+def capped(p, scores, torch):
+    """Scores that are not masked yet with the point's cap, if it has one; and the derivative of the cap."""
+    if "softcap" not in p:
+        return scores, 1.0
+    t = torch.tanh(scores / p["softcap"])
+    return p["softcap"] * t, 1.0 - t * t
 
 
 class Library:
@@ -150,12 +159,17 @@ class Library:
             self._fp8.restype, self._fp8.argtypes = ctypes.c_int, [ctypes.POINTER(Fp8Args)]
         packs = getattr(self._handle, "hattn_peer_packs", None)
         self.packs = packs is not None and packs() == 1
+        caps = getattr(self._handle, "hattn_peer_caps", None)
+        self.caps = caps is not None and caps() == 1
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
 
     def offsets(self, p, torch):
-        """`offsets` of a point; raises a RuntimeError where its sequences are packed and this library knows nothing of that."""
+        """`offsets` of a point; raises a RuntimeError where its sequences are packed, or its scores capped, and this library knows
+        nothing of that."""
+        if "softcap" in p and not self.caps:
+            raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_caps")
         if lengths(p) is not None and not self.packs:
             raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_packs")
         return offsets(p, torch)

@@ -49,6 +49,9 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
      its own keys alone, with a mask of its own.
    The sweep gives packed sequences only to libraries that export hattn_peer_packs. */
 
+/* softcap: scores are softcap * tanh(scale * Q K^T / softcap), before the mask; 0: they are not capped. The sweep gives
+   a cap only to libraries that export hattn_peer_caps. */
+
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head
    dimension has stride 1. A stride triple is {batch, seqlen, head}, in elements. */
@@ -76,7 +79,7 @@ typedef struct hattn_peer_fwd_args {
   int32_t window_left;
   int32_t window_right;
   float softmax_scale;
-  int32_t reserved;         /* 0 */
+  float softcap;            /* finite and above 0, or 0 */
   void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
   void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
   uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
@@ -124,7 +127,7 @@ typedef struct hattn_peer_bwd_args {
   int32_t window_left;
   int32_t window_right;
   float softmax_scale;
-  int32_t reserved;         /* 0 */
+  float softcap;            /* finite and above 0, or 0 */
   void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
   void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
   uint64_t workspace_bytes; /* at least what hattn_peer_bwd_workspace says, or 16 MiB where there is no such function */
@@ -170,7 +173,7 @@ typedef struct hattn_peer_fwd_fp8_args {
   int32_t window_left;
   int32_t window_right;
   float softmax_scale;
-  int32_t reserved; /* 0 */
+  float softcap; /* 0 */
   int32_t scaling;
   int32_t o_dtype;          /* HATTN_PEER_BF16 or HATTN_PEER_F16 */
   void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
@@ -186,6 +189,9 @@ typedef struct hattn_peer_fwd_fp8_args {
 
 /* Optional: enqueues one forward of e4m3 operands on the current device, by the rules of hattn_peer_fwd. */
 int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args);
+
+/* Optional: 1 if hattn_peer_fwd, and hattn_peer_bwd if there is one, take a softcap. */
+int hattn_peer_caps(void);
 
 /* Optional: 1 if all functions that this library exports take packed sequences. */
 int hattn_peer_packs(void);

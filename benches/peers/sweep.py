@@ -8,6 +8,7 @@ import glob
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import math
 import os
@@ -96,6 +97,12 @@ def refuse_dims(name, p):
         raise RuntimeError(f"{entry.STATUS[2]}: {name} takes head dims up to {LARGEST}")
 
 
+def refuse_softcap(name, p):
+    """Raises a RuntimeError where a peer that has no cap of the scores is asked for one."""
+    if "softcap" in p:
+        raise RuntimeError(f"{entry.STATUS[2]}: {name} has no softcap")
+
+
 class Sdpa:
     """One backend of PyTorch's scaled_dot_product_attention. It allocates its output, which so cannot be poisoned."""
 
@@ -112,6 +119,7 @@ class Sdpa:
         return {"file": "torch", "version": self.version}
 
     def prepare(self, p, q, k, v):
+        refuse_softcap("this backend", p)
         if entry.lengths(p) is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives this backend no packed sequences")
         if p.get("window") is not None:
@@ -140,6 +148,7 @@ class SdpaFlash(Sdpa):
         self.torch = torch
 
     def prepare(self, p, q, k, v):
+        refuse_softcap("this backend", p)
         refuse_dims(self.name, p)
         self.packed = entry.lengths(p) is not None
         if not self.packed:
@@ -183,6 +192,10 @@ class Flash:
             offsets, longest = entry.offsets(p, self.torch), max(entry.lengths(p))
             self.function, self.qkv = self.varlen, tuple(x.squeeze(0) for x in self.qkv)
             self.keywords.update(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+        if "softcap" in p:
+            if "softcap" not in inspect.signature(self.function).parameters:
+                refuse_softcap(self.package, p)
+            self.keywords["softcap"] = float(p["softcap"])
 
     def context(self):
         return contextlib.nullcontext()
@@ -191,6 +204,48 @@ class Flash:
         out = self.function(*self.qkv, **self.keywords)
         out = out[0] if isinstance(out, (tuple, list)) else out
         return out.unsqueeze(0) if self.packed else out
+
+
+class Flex:
+    """PyTorch's FlexAttention, compiled, with the cap of the scores as its score_mod. It is asked at points with a cap alone."""
+
+    name, role, lse = "flex", "peer", None
+
+    def __init__(self, torch):
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        self.torch, self.block_mask = torch, flex.create_block_mask
+        self.attend = torch.compile(flex.flex_attention, dynamic=False)
+
+    def origin(self):
+        return {"file": "torch.nn.attention.flex_attention", "version": self.torch.__version__}
+
+    def prepare(self, p, q, k, v):
+        if entry.lengths(p) is not None:
+            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives FlexAttention no packed sequences")
+        queries, keys = entry.queries(p), p["seqlen"]
+        # Views, as SDPA's.
+        self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
+        self.keywords = {"score_mod": self.score(float(p["softcap"])), "enable_gqa": p["heads_q"] != p["heads_kv"]}
+        if p["causal"]:
+            kept = self.kept(keys - queries, p.get("window"))
+            self.keywords["block_mask"] = self.block_mask(kept, None, None, queries, keys, device=q.device)
+
+    def score(self, cap):
+        tanh = self.torch.tanh
+        return lambda score, batch, head, query, key: cap * tanh(score / cap)
+
+    @staticmethod
+    def kept(shift, window):
+        """The last query sees the last key."""
+        if window is None:
+            return lambda batch, head, query, key: query + shift >= key
+        return lambda batch, head, query, key: (query + shift >= key) & (query + shift - key <= window)
+
+    def context(self):
+        return contextlib.nullcontext()
+
+    def call(self):
+        return self.attend(*self.qkv, **self.keywords).transpose(1, 2)
 
 
 def version_of(*packages):
@@ -255,7 +310,10 @@ def load(job, torch):
             except (OSError, AttributeError, ValueError) as error:
                 missing.append({"name": name, "role": role, "error": sentence(error)})
     if job["python_peers"]:
-        for name, make in python_peers(torch).items():
+        packages = python_peers(torch)
+        if any("softcap" in p for p in job.get("points", ())):
+            packages["flex"] = lambda: Flex(torch)
+        for name, make in packages.items():
             if any(x.name == name for x in found):
                 continue  # a shared object stands for it
             if dtypes(job) == {"e4m3"} and name not in fp8.PEERS:
@@ -311,6 +369,7 @@ def oracle(p, q, k, v, torch):
     for b, h in sorted({(0, 0), (last_b, last_h), (last_b // 2, last_h // 3)}):
         kv = h // (p["heads_q"] // p["heads_kv"])
         scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
+        scores, _ = entry.capped(p, scores, torch)
         if p["causal"]:
             before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
             scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))

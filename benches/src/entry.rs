@@ -77,7 +77,7 @@ pub struct Numbers {
     pub window_left: i32,
     pub window_right: i32,
     pub softmax_scale: f32,
-    pub reserved: i32,
+    pub softcap: f32,
 }
 
 impl Numbers {
@@ -105,7 +105,7 @@ impl Numbers {
             window_left: point.window.map_or(Ok(-1), size)?,
             window_right: if point.window.is_some() { 0 } else { -1 },
             softmax_scale: 1.0 / (point.head_dim as f32).sqrt(),
-            reserved: 0,
+            softcap: point.cap(),
         })
     }
 }
@@ -188,6 +188,12 @@ pub extern "C" fn hattn_peer_last_error() -> *const c_char {
 /// 1: the functions of this library take packed sequences.
 #[unsafe(no_mangle)]
 pub extern "C" fn hattn_peer_packs() -> c_int {
+    1
+}
+
+/// 1: the functions of this library take a cap of the scores.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_peer_caps() -> c_int {
     1
 }
 

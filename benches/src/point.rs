@@ -152,6 +152,9 @@ pub struct Point {
     pub queries: Option<usize>,
     /// Sequences in the batch. 1 where they are packed.
     pub batch: usize,
+    /// The cap of the scores, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub softcap: Option<u32>,
     /// What Q, K and V hold.
     #[serde(default, skip_serializing_if = "Class::is_normal")]
     pub inputs: Class,
@@ -249,7 +252,7 @@ impl Point {
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
     /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
-    /// length, or not), and `-peaky` where inputs are not normal.
+    /// length, or not), `-softcap50` where scores are capped, and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
@@ -259,8 +262,9 @@ impl Point {
             Some(Packed { kind: Kind::Equal(_), .. }) => "-packed".into(),
             Some(_) => format!("-ragged{}", thousands(self.seqlen)),
         };
-        let inputs = self.named_inputs("-");
-        format!("{direction}-{dtype}-d{head_dims}-{}{grouped}{lopsided}{packed}{inputs}", self.mask_name())
+        let (softcap, inputs) = (self.named_softcap("-"), self.named_inputs("-"));
+        let more = format!("{grouped}{lopsided}{packed}{softcap}{inputs}");
+        format!("{direction}-{dtype}-d{head_dims}-{}{more}", self.mask_name())
     }
 
     /// What a chart or a table says of the sequences of its points; nothing where they are not packed.
@@ -270,6 +274,11 @@ impl Point {
             Some(Packed { kind: Kind::Equal(_), .. }) => ", packed".into(),
             Some(_) => format!(", ragged batches of {} tokens", thousands(self.seqlen)),
         }
+    }
+
+    /// `softcap50` after a separator, or nothing where scores are not capped.
+    pub fn named_softcap(&self, separator: &str) -> String {
+        self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"))
     }
 
     /// The class of the inputs after a separator, or nothing where they are normal.
@@ -360,6 +369,21 @@ impl Point {
         (elements * self.dtype.dtype().bytes() + wider + lse) as u64
     }
 
+    /// The cap of the scores, 0 where there is none.
+    pub(crate) fn cap(&self) -> f32 {
+        self.softcap.map_or(0.0, |cap| cap as f32)
+    }
+
+    /// The score of a query and a key with this product, and what its gradient is multiplied by: in f64, from the definition.
+    pub(crate) fn score(&self, product: f64) -> [f64; 2] {
+        let (score, cap) = (product / (self.head_dim as f64).sqrt(), f64::from(self.cap()));
+        if cap == 0.0 {
+            return [score, 1.0];
+        }
+        let t = (score / cap).tanh();
+        [cap * t, 1.0 - t * t]
+    }
+
     /// The forward problem, with the LSE: every training forward writes it, and so do the peers.
     ///
     /// # Errors
@@ -374,7 +398,7 @@ impl Point {
             (true, None) => Mask::causal(),
             (true, Some(keys)) => Mask::window(Some(keys), Some(0)),
         };
-        let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true);
+        let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),
@@ -442,13 +466,15 @@ impl Point {
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
 /// and Q and K of 192 with V of 128 are `d192x128`.
-/// Packed sequences are `lognormal512/t16384/b32`. Where inputs are not normal, their class comes last.
+/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`. Where inputs are not normal, their
+/// class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self { direction, dtype, heads_q, heads_kv, .. }, head_dims) = (self, self.head_dims());
-        let (mask, lengths, inputs) = (self.mask_name(), self.lengths(), self.named_inputs("/"));
+        let (mask, lengths) = (self.mask_name(), self.lengths());
+        let more = self.named_softcap("/") + &self.named_inputs("/");
         let (s, batch) = (if self.packed.is_some() { "" } else { "s" }, self.sequences());
-        write!(f, "{direction}/{dtype}/d{head_dims}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{inputs}")
+        write!(f, "{direction}/{dtype}/d{head_dims}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{more}")
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Sweep {
     /// Packed sequences: those of `seqlens`, and ragged batches of so many tokens. Their lengths follow from `tokens`.
     /// Empty: nothing is packed. Not with `few_heads`, `lopsided`, `quarter` and `batch`.
     pub packed: Vec<usize>,
+    /// The cap of the scores of all points. Not with e4m3 operands.
+    pub softcap: Option<u32>,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
 }
@@ -93,6 +95,7 @@ impl Sweep {
             lopsided: false,
             quarter: false,
             packed: vec![],
+            softcap: None,
             filters: vec![],
         }
     }
@@ -114,6 +117,10 @@ impl Sweep {
         ensure!(
             !((self.lopsided || self.quarter) && self.dtypes.contains(&Precision::E4m3)),
             "--lopsided or --quarter with --dtypes e4m3 is not timed; allowed: --dtypes bf16,f16"
+        );
+        ensure!(
+            self.softcap.is_none() || !self.dtypes.contains(&Precision::E4m3),
+            "--softcap with --dtypes e4m3: e4m3 operands have no cap; allowed: --dtypes bf16,f16"
         );
         ensure!(
             self.packed.is_empty() || self.inputs.iter().all(Class::is_normal),
@@ -148,7 +155,8 @@ impl Sweep {
                 }
             }
         }
-        let of_class = |&inputs| normal.iter().map(move |point: &Point| Point { inputs, ..point.clone() });
+        let of_class =
+            |&inputs| normal.iter().map(move |point: &Point| Point { inputs, softcap: self.softcap, ..point.clone() });
         let mut points: Vec<Point> = self.inputs.iter().flat_map(of_class).collect();
         points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
         ensure!(
@@ -207,10 +215,10 @@ impl Sweep {
             };
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let inputs = Class::Normal;
+                let (inputs, softcap) = (Class::Normal, None);
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap,
                 };
                 points.push(point.checked()?);
             }
@@ -254,10 +262,10 @@ impl Sweep {
         let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
-            let (inputs, packed) = (Class::Normal, None);
+            let (inputs, packed, softcap) = (Class::Normal, None, None);
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap,
             };
             points.push(point.checked()?);
         }
@@ -302,6 +310,20 @@ mod tests {
         let nan = Sweep { inputs: vec![Class::Nan], directions: Direction::ALL.to_vec(), ..sweep };
         let refused = nan.points().unwrap_err().to_string();
         assert!(refused.ends_with("allowed: --directions fwd, or --inputs normal,peaky,sink,late"), "{refused}");
+    }
+
+    #[test]
+    fn a_cap_is_a_part_of_each_point() {
+        let sweep = Sweep { softcap: Some(50), inputs: vec![Class::Late], seqlens: vec![512], ..Sweep::papers() };
+        let point = sweep.points().unwrap().remove(0);
+        assert_eq!(point.to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32/softcap50/late");
+        assert_eq!(point.family(), "fwd-bf16-d64-full-softcap50-late");
+        assert_eq!(point.problem().unwrap().softcap(), 50.0);
+        assert!(point.matches("softcap50/d64") && !point.matches("softcap5"));
+        let json = serde_json::to_string(&point).unwrap();
+        assert!(json.contains("\"softcap\":50") && serde_json::from_str::<Point>(&json).unwrap() == point);
+        let refused = Sweep { dtypes: vec![Precision::E4m3], ..sweep }.points().unwrap_err().to_string();
+        assert!(refused.starts_with("--softcap with --dtypes e4m3"), "{refused}");
     }
 
     #[test]

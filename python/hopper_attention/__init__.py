@@ -85,6 +85,7 @@ def attention(
     stream: int | None = None,
     sm_margin: int = 0,
     s_aux: Any = None,
+    softcap: float | None = None,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -104,6 +105,8 @@ def attention(
     - s_aux: attention sinks, [heads_q]: a logit for each query head, which takes part in the softmax of all its rows and
       has no value. exp(lse) has exp(s_aux) in it. Neither scale nor mask touches it. A query that sees no key has o = 0
       and lse = s_aux. f32 and bf16. Other torch tensors are cast to f32.
+    - softcap: a cap c of the scores, finite and above 0: c * tanh(scale * q k / c) takes the place of scale * q k,
+      before the mask. None and 0 stand for no cap. Sinks are not capped.
 
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
@@ -129,12 +132,14 @@ def attention(
         _no_outputs(out, lse_out, stream)
         if type(q) is not _Tensor and _torch.is_jagged(q):
             mask = {"causal": causal, "window": window, "top_left": top_left}
-            return _varlen.nested(q, k, v, return_lse, scale=scale, sm_margin=sm_margin, s_aux=s_aux, **mask)
-        if s_aux is not None:
+            more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
+            return _varlen.nested(q, k, v, return_lse, scale=scale, **more, **mask)
+        if s_aux is not None or softcap:
             mask = (causal, window, top_left)
-            return _varlen.attention_sinks(q, k, v, s_aux, *mask, scale, return_lse, sm_margin)
+            return _varlen.attention_modified(q, k, v, s_aux, *mask, scale, return_lse, sm_margin, softcap)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
-    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin, s_aux)
+    rest = (out, lse_out, stream, sm_margin, s_aux, softcap)
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest)
 
 
 def attention_backward(
@@ -155,6 +160,7 @@ def attention_backward(
     stream: int | None = None,
     sm_margin: int = 0,
     s_aux: Any = None,
+    softcap: float | None = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -167,7 +173,7 @@ def attention_backward(
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
     return _arrays.attention_backward(
-        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin, s_aux
+        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin, s_aux, softcap
     )
 
 
@@ -194,6 +200,7 @@ def attention_varlen(
     stream: int | None = None,
     sm_margin: int = 0,
     s_aux: Any = None,
+    softcap: float | None = None,
 ) -> Any:
     """`attention` to packed sequences: each query sees the keys of its own sequence alone.
 
@@ -209,6 +216,7 @@ def attention_varlen(
     - fill_gaps: rows that belong to no sequence, and rows that are not used, get zeros in o and in gradients, and -inf
       in lse. False: they are not written, and hold whatever was in memory.
     - s_aux: as in `attention`. Rows that belong to no sequence have no sink.
+    - softcap: as in `attention`.
     - deterministic: gradients of torch tensors are the same bits every time, as under
       torch.use_deterministic_algorithms.
 
@@ -251,13 +259,14 @@ def attention_varlen(
             fill_gaps,
             sm_margin,
             s_aux,
+            softcap,
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     return _arrays.attention_varlen(
-        q, k, v, lists, *mask, scale, return_lse, longest, fill_gaps, out, lse_out, stream, sm_margin, s_aux
+        q, k, v, lists, *mask, scale, return_lse, longest, fill_gaps, out, lse_out, stream, sm_margin, s_aux, softcap
     )
 
 
@@ -286,6 +295,7 @@ def attention_varlen_backward(
     stream: int | None = None,
     sm_margin: int = 0,
     s_aux: Any = None,
+    softcap: float | None = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention_varlen` on arrays with __dlpack__.
 
@@ -300,9 +310,8 @@ def attention_varlen_backward(
         )
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
-    return _arrays.attention_varlen_backward(
-        q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, deterministic, fill_gaps, out, stream, sm_margin, s_aux
-    )
+    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap)
+    return _arrays.attention_varlen_backward(q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, *rest)
 
 
 def _no_outputs(out: Any, lse_out: Any, stream: Any) -> None:
@@ -371,7 +380,7 @@ def register_transformers(name: str = "hopper_attention") -> None:
 
     Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
     is made. Padding, and packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, are computed. What the
-    library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias.
+    library does not compute raises NotImplementedError: dropout, position bias. softcap and s_aux are computed.
     """
     _need_torch()
     from . import _transformers

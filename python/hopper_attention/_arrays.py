@@ -17,6 +17,7 @@ from ._plans import (
     packed_problem,
     plans,
     scale_of,
+    softcap_of,
 )
 
 # The C structs of DLPack (dlpack.h, version 1): a device, a type, a tensor, and the two structs that hand a tensor
@@ -147,13 +148,14 @@ def _numpy_of(array: Any) -> Any:
 
 
 def _problem(
-    q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], sm_margin: int, **more: int
+    q: Array, k: Array, v: Array, mask: Any, scale: Optional[float], sm_margin: int, softcap: Any, **more: int
 ) -> abi.ForwardProblem:
-    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, **_numbers(mask, scale, sm_margin), **more)
+    return abi.ForwardProblem.of(q, k, v, dtype=q.dtype, **_numbers(mask, scale, sm_margin, softcap), **more)
 
 
-def _numbers(mask: Any, scale: Optional[float], sm_margin: int) -> dict:
-    return {"softmax_scale": scale_of(scale), "sm_margin": margin_of(sm_margin), **mask._asdict()}
+def _numbers(mask: Any, scale: Optional[float], sm_margin: int, softcap: Optional[float]) -> dict:
+    numbers = {"softmax_scale": scale_of(scale), "softcap": softcap_of(softcap), "sm_margin": margin_of(sm_margin)}
+    return {**numbers, **mask._asdict()}
 
 
 def _workspace(plan: abi.Plan, like: Any, stream: Optional[int]) -> tuple:
@@ -185,6 +187,7 @@ def attention(
     stream: Optional[int],
     sm_margin: int,
     s_aux: Any = None,
+    softcap: Optional[float] = None,
 ) -> Any:
     """See hopper_attention.attention."""
     exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
@@ -192,7 +195,7 @@ def attention(
     mask = mask_of(causal, window, top_left)
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
-    problem = _problem(*of, mask, scale, sm_margin, lse=int(lse), sinks=_type_of(sinks))
+    problem = _problem(*of, mask, scale, sm_margin, softcap, lse=int(lse), sinks=_type_of(sinks))
     return _forward(problem, q, {**exports, **sinks}, out, lse_out, stream)
 
 
@@ -246,6 +249,7 @@ def attention_backward(
     stream: Optional[int],
     sm_margin: int,
     s_aux: Any = None,
+    softcap: Optional[float] = None,
 ) -> tuple:
     """See hopper_attention.attention_backward."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -255,7 +259,8 @@ def attention_backward(
         exports["d_lse"] = Array("d_lse", d_lse, stream)
     mask = mask_of(causal, window, top_left)
     sinks = _sinks(s_aux, stream)
-    forward = _problem(exports["q"], exports["k"], exports["v"], mask, scale, sm_margin, sinks=_type_of(sinks))
+    of = exports["q"], exports["k"], exports["v"]
+    forward = _problem(*of, mask, scale, sm_margin, softcap, sinks=_type_of(sinks))
     return _backward(forward, (q, k, v), {**exports, **sinks}, deterministic, out, stream)
 
 
@@ -329,11 +334,12 @@ def attention_varlen(
     stream: Optional[int],
     sm_margin: int,
     s_aux: Any = None,
+    softcap: Optional[float] = None,
 ) -> Any:
     """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
     lse = return_lse or lse_out is not None
-    numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin)
+    numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin, softcap)
     hints = hints_of(*max_seqlens, fill_gaps)
     of = exports["q"], exports["k"], exports["v"]
     sinks = _sinks(s_aux, stream)
@@ -362,10 +368,11 @@ def attention_varlen_backward(
     stream: Optional[int],
     sm_margin: int,
     s_aux: Any = None,
+    softcap: Optional[float] = None,
 ) -> tuple:
     """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
-    numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin)
+    numbers = _numbers(mask_of(causal, window, top_left), scale, sm_margin, softcap)
     hints = hints_of(*max_seqlens, fill_gaps)
     of = exports["q"], exports["k"], exports["v"]
     sinks = _sinks(s_aux, stream)

@@ -94,6 +94,11 @@ def mask_of(causal: bool, window: Window, top_left: bool) -> Mask:
     )
 
 
+def softcap_of(softcap: Optional[float]) -> float:
+    """A cap of the scores for the library, where 0 stands for none. The library refuses what no cap can be."""
+    return 0.0 if softcap is None else float(softcap)
+
+
 def scale_of(scale: Optional[float]) -> float:
     """The scale in the ABI's terms. 0 there stands for the default, so a caller may not ask for it."""
     if scale is None:

@@ -16,7 +16,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from ._torch import attention, readable
-from ._varlen import attention_sinks, attention_varlen, readable_rows
+from ._varlen import attention_modified, attention_varlen, readable_rows
 
 OLDEST = (5, 17)
 
@@ -240,7 +240,6 @@ _NO_PART = frozenset(
     "output_router_logits past_key_values position_embeddings return_dict training use_cache".split()
 )
 _LACKING = {
-    "softcap": "a softcap of the scores",
     "sinks": "attention sinks by another name than s_aux",
     "position_bias": "a position bias",
     "attention_bias": "an attention bias",
@@ -316,12 +315,14 @@ def attention_forward(
     cu_seq_lens_q: Optional[torch.Tensor] = None,
     cu_seq_lens_k: Optional[torch.Tensor] = None,
     s_aux: Optional[torch.Tensor] = None,
+    softcap: Optional[float] = None,
     **kwargs: Any,
 ) -> Tuple[torch.Tensor, None]:
     """The attention function, on [batch, heads, seqlen, head_dim].
 
     With cu_seq_lens_q and cu_seq_lens_k, [sequences + 1], the rows of the batch one after another are packed sequences.
     max_length_q and max_length_k are hints for speed. s_aux, [heads], has the attention sinks, as gpt-oss has them.
+    softcap is the cap of the scores, as Gemma 2 has it. None and 0 stand for no cap.
     """
     if dropout:
         _refuse(f"dropout {dropout}", "0; set attention_dropout to 0 in the model's config")
@@ -385,8 +386,8 @@ def attention_forward(
                 _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
             if not _packs(query.device):
                 q, k, v = map(readable, (q, k, v))
-                return _one_by_one(q, k, v, left, right, scaling, ranges, s_aux), None
-    return _band(q, k, v, left, right, scaling, packing, s_aux), None
+                return _one_by_one(q, k, v, left, right, scaling, ranges, s_aux, softcap), None
+    return _band(q, k, v, left, right, scaling, packing, s_aux, softcap), None
 
 
 def _packs(device: torch.device) -> bool:
@@ -403,19 +404,20 @@ def _band(
     scaling: Optional[float],
     packing: Optional[dict] = None,
     s_aux: Optional[torch.Tensor] = None,
+    softcap: Optional[float] = None,
 ) -> Any:
     """Attention to [batch, seqlen, heads, head_dim]. With a packing, the rows of the batch follow each other."""
     plain = left is None and (right is None or right == 0)
     mask: dict = {"causal": right == 0} if plain else {"window": (left, right)}
     if packing is None:
         q, k, v = map(readable, (q, k, v))
-        if s_aux is not None:
+        if s_aux is not None or softcap:
             named = (mask.get("causal", False), mask.get("window"), False)
-            return attention_sinks(q, k, v, s_aux, *named, scaling, False, 0)
+            return attention_modified(q, k, v, s_aux, *named, scaling, False, 0, softcap)
         return attention(q, k, v, scale=scaling, **mask)
     # The rows of a projection follow each other already. Those of a cache are copied.
     rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))
-    o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, **mask, **packing)
+    o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, softcap=softcap, **mask, **packing)
     return o.view(*q.shape[:3], o.shape[-1])
 
 
@@ -428,6 +430,7 @@ def _one_by_one(
     scaling: Any,
     ranges: List[Tuple[int, int]],
     s_aux: Optional[torch.Tensor] = None,
+    softcap: Optional[float] = None,
 ) -> torch.Tensor:
     """Each sequence by itself, without its padding. Rows of padding give 0."""
     q_length, kv_length = q.shape[1], k.shape[1]
@@ -436,7 +439,7 @@ def _one_by_one(
     for one_q, one_k, one_v, (first, after) in zip(q.split(1), k.split(1), v.split(1), ranges):
         begin, end = _queries(first, after, banded, q_length, kv_length)
         rows_of = (one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after])
-        o = _band(*rows_of, left, right, scaling, None, s_aux)
+        o = _band(*rows_of, left, right, scaling, None, s_aux, softcap)
         rows.append(torch.nn.functional.pad(o, (0, 0, 0, 0, begin, q_length - end)))
     return torch.cat(rows)
 

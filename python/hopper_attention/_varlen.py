@@ -13,7 +13,7 @@ import torch
 
 from . import abi
 from ._calls import Call, prepared
-from ._plans import Hints, Window, check_list, hints_of, lists_of, output_shapes, packed_problem
+from ._plans import Hints, Window, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
 from ._torch import (
     DTYPES,
     _autocast,
@@ -56,6 +56,7 @@ def attention_varlen(
     fill_gaps: bool = True,
     sm_margin: int = 0,
     s_aux: Optional[torch.Tensor] = None,
+    softcap: Optional[float] = None,
 ) -> Any:
     """See hopper_attention.attention_varlen."""
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -67,7 +68,11 @@ def attention_varlen(
     here = {name: _list(name, given, q.device) for name, given in lists.items()}
     if lists["cu_seqlens_kv"] is lists["cu_seqlens_q"]:
         here["cu_seqlens_kv"] = here["cu_seqlens_q"]
-    rest = (*here.values(), *hints, bool(deterministic), *numbers)
+    rest = (*here.values(), *hints, bool(deterministic), *numbers, softcap_of(softcap))
+    return _modified(q, k, v, s_aux, rest, return_lse)
+
+
+def _modified(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
     if s_aux is not None:
         return _with_sinks(q, k, v, s_aux, rest, return_lse)
     recorded = is_recorded(q, k, v)
@@ -93,23 +98,25 @@ def _call(operator: Any, recorded: bool, tensors: tuple, rest: tuple) -> Any:
         raise _in_words(error) from None
 
 
-def attention_sinks(
+def attention_modified(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    s_aux: torch.Tensor,
+    s_aux: Optional[torch.Tensor],
     causal: bool,
     window: Window,
     top_left: bool,
     scale: Optional[float],
     return_lse: bool,
     sm_margin: int,
+    softcap: Optional[float],
 ) -> Any:
-    """attention() with sinks."""
+    """attention() with sinks, a softcap, or both."""
     _check(q, k, v)
     q, k, v = _autocast(q, k, v)
     numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
-    return _with_sinks(q, k, v, s_aux, (None, None, None, None, 0, 0, False, False, *numbers), return_lse)
+    rest = (None, None, None, None, 0, 0, False, False, *numbers, softcap_of(softcap))
+    return _modified(q, k, v, s_aux, rest, return_lse)
 
 
 def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
@@ -160,7 +167,8 @@ class _Run:
     def __init__(self, arguments: tuple) -> None:
         self.lists = dict(zip(abi.LENGTHS, arguments[:4]))
         self.hints, self.deterministic = Hints(*arguments[4:7]), bool(arguments[7])
-        self.numbers = arguments[8:]
+        # The dispatcher may leave the cap out where it is 0.
+        self.numbers, self.softcap = arguments[8:14], (*arguments[14:], 0.0)[0]
 
     def _problem(self, q: Any, k: Any, v: Any, lse: bool, sinks: Any = None) -> Any:
         scale, mask, corner, left, right, sm_margin = self.numbers
@@ -172,6 +180,7 @@ class _Run:
             self.hints,
             dtype=DTYPES[q.dtype],
             softmax_scale=scale,
+            softcap=self.softcap,
             mask=mask,
             corner=corner,
             window_left=left,
@@ -190,6 +199,7 @@ class _Run:
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
         key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
+        key = (*key, self.softcap)
         require_gradients(key, ordinal(q.device), problems)
 
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:
@@ -203,7 +213,7 @@ class _Run:
                 problem = abi.BackwardProblem.of(problem, **more)
             return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
 
-        key = (args, self.hints, self.numbers, tuple(more.items()), tuple(given), _key(tuple(given.values())))
+        key = (args, self.hints, self.numbers, self.softcap, tuple(more.items()), tuple(given), _key(tuple(given.values())))
         run(prepared(key, make), q, tuple(given.values()))
 
 
@@ -301,7 +311,7 @@ def _jagged(rows: torch.Tensor, like: Any) -> torch.Tensor:
 
 _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, Tensor? seqused_kv, SymInt max_seqlen_q, "
-    f"SymInt max_seqlen_kv, bool fill_gaps, bool deterministic, {_NUMBERS}, int sm_margin"
+    f"SymInt max_seqlen_kv, bool fill_gaps, bool deterministic, {_NUMBERS}, int sm_margin, float softcap=0.0"
 )
 for _schema, _function in (
     (f"varlen_forward(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> Tensor", _forward),
@@ -398,4 +408,4 @@ torch.library.register_autograd("hopper_attention::varlen_backward", _second, li
 torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 
-__all__ = ["attention_sinks", "attention_varlen", "nested", "readable_rows"]
+__all__ = ["attention_modified", "attention_varlen", "nested", "readable_rows"]

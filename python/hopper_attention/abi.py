@@ -108,7 +108,7 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, _LENGTHS),
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         sinks=ctypes.c_int32,
-        reserved=ctypes.c_uint32,
+        softcap=ctypes.c_float,
     )
 
     @classmethod
@@ -137,7 +137,7 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, _LENGTHS),
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         fill_gaps=ctypes.c_int32,
-        reserved=ctypes.c_uint32,
+        softcap=ctypes.c_float,
         **_all_of(ctypes.c_int32, "sinks d_sinks"),
     )
 

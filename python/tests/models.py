@@ -26,7 +26,7 @@ def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positi
         more |= {"head_dim": 256, "query_pre_attn_scalar": 256}
         if kind == "gemma3":
             return transformers.Gemma3TextConfig(**sizes, **text, **more)
-        # The library has no softcap.
+        # SDPA has no softcap, and these models are compared with it too. test_softcap.py has them with theirs.
         more |= {"attn_logit_softcapping": None}
         return transformers.Gemma2Config(**sizes, **text, **more)
     if kind == "phi3":

@@ -82,14 +82,6 @@ class Transformers(unittest.TestCase):
             with self.subTest(kind=kind):
                 self.compare(kind, models.padding(3, 20, "left"), use_cache=True)
 
-    def test_a_softcap_is_refused(self):
-        settings, model = self.make("gemma2")
-        for layer in model.model.layers:
-            layer.self_attn.attn_logit_softcapping = 50.0
-        model.set_attn_implementation("hopper_attention")
-        with self.assertRaisesRegex(NotImplementedError, "softcap"):
-            model(**models.inputs("gemma2", settings, 1, 20))
-
     def test_a_window_is_a_window(self):
         settings, model = self.make("mistral")
         inputs = models.inputs("mistral", settings, 2, 20)
@@ -380,7 +372,6 @@ class Functions(unittest.TestCase):
         causal = self.mask(masking_utils.causal_mask_function)
         for words, options in (
             ("dropout 0.5", {"dropout": 0.5}),
-            ("a softcap", {"softcap": 30.0}),
             ("attention sinks by another name", {"sinks": torch.zeros(2)}),
             ("a position bias", {"position_bias": torch.zeros(1, 2, 9, 9)}),
             ("the argument novelty", {"novelty": 1}),

@@ -89,7 +89,7 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         max_seqlen_q: problem.max_seqlen_q().map_or(0, signed),
         max_seqlen_kv: problem.max_seqlen_kv().map_or(0, signed),
         sinks: problem.sinks().map_or(0, dtype),
-        reserved: 0,
+        softcap: problem.softcap(),
     }
 }
 
@@ -123,7 +123,7 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         max_seqlen_q: forward.max_seqlen_q,
         max_seqlen_kv: forward.max_seqlen_kv,
         fill_gaps: forward.fill_gaps,
-        reserved: 0,
+        softcap: forward.softcap,
         sinks: forward.sinks,
         d_sinks: i32::from(problem.wants_d_sinks()),
     }

@@ -19,6 +19,7 @@ pub mod packed;
 pub mod problems;
 pub mod runner;
 pub mod sinks;
+pub mod softcap;
 pub mod training;
 
 pub use hopper_attention_verify::{case, data, inputs, layouts, packing, ready};

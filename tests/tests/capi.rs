@@ -11,6 +11,7 @@ use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
 use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
 use hopper_attention_tests::sinks::{self, SinksImage};
+use hopper_attention_tests::softcap;
 
 fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
     tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
@@ -101,14 +102,28 @@ fn sinks_through_c_keep_the_tolerance() {
     let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
     for case in sinks::cases(Grid::from_env()).iter().step_by(5) {
         runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
-        let prepared = backward::Prepared::<f32>::new(case);
-        let mut outputs = prepared.outputs();
-        let memory = backward_memory(&prepared, &mut outputs);
-        let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
-        // SAFETY: the addresses and layouts are those of live images.
-        let ran = unsafe { plan.run(&memory, null_mut()) }.map_err(|(_, text)| text);
-        let ran = ran.and_then(|()| outputs.check_written()).map(|()| outputs);
-        runner.take(1, case, DType::F32, prepared.verdict_on(ran));
+        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
+    }
+    runner.finish();
+}
+
+fn backward_verdict(prepared: &backward::Prepared<f32>) -> Verdict {
+    let mut outputs = prepared.outputs();
+    let memory = backward_memory(prepared, &mut outputs);
+    let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
+    // SAFETY: the addresses and layouts are those of live images.
+    let ran = unsafe { plan.run(&memory, null_mut()) }.map_err(|(_, text)| text);
+    let ran = ran.and_then(|()| outputs.check_written()).map(|()| outputs);
+    prepared.verdict_on(ran)
+}
+
+#[test]
+fn capped_scores_through_c_keep_the_tolerance() {
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+    let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 60_000;
+    for case in softcap::cases(Grid::from_env()).iter().filter(cheap).step_by(23) {
+        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
+        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
     }
     runner.finish();
 }
@@ -125,7 +140,6 @@ fn sinks_are_refused_by_name_through_c() {
     };
     let text = "sinks: 1; allowed: 0 (none), HATTN_BF16 (2), HATTN_F32 (3)";
     assert_eq!(refused(&|p| p.sinks = HATTN_F16), text);
-    assert!(refused(&|p| p.reserved = 1).contains("reserved"));
     let prepared = Prepared::<f32>::new(&case);
     let mut outputs = prepared.outputs();
     let memory = Memory { sinks: None, ..memory(&prepared, &mut outputs) };
@@ -305,6 +319,9 @@ fn bad_problems_are_refused() {
     refused(|p| p.batch = -1, HATTN_ERROR_VALUE, "batch: HATTN_UNSET (-1); allowed: 0 and above");
     refused(|p| p.heads_q = 3, HATTN_ERROR_VALUE, "heads_q: 3 with heads_kv 2; allowed: a multiple of heads_kv");
     refused(|p| p.softmax_scale = f32::NAN, HATTN_ERROR_VALUE, "softmax_scale: NaN; allowed: finite and above 0");
+    let cap = "softcap: -inf; allowed: 0 (none), or finite and above 0, with softmax_scale / softcap and \
+               softcap * log2(e) normal f32 numbers";
+    refused(|p| p.softcap = f32::NEG_INFINITY, HATTN_ERROR_VALUE, cap);
     let window = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_WINDOW, -2);
     refused(window, HATTN_ERROR_VALUE, "window_left: -2; allowed: 0 and above, HATTN_UNBOUNDED (-1)");
 }

@@ -160,7 +160,7 @@ mod tests {
         window_left: 3,
         window_right: -1,
         softmax_scale: 0.5,
-        reserved: 0,
+        softcap: 0.0,
     };
 
     #[test]

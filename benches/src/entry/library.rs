@@ -3,14 +3,15 @@
 use std::ffi::{CStr, c_char, c_int};
 
 use super::backward::{Backward, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
-use super::{Args, UNSUPPORTED, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name, hattn_peer_packs, status_text};
+use super::{Args, UNSUPPORTED, hattn_peer_caps, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name};
+use super::{hattn_peer_packs, status_text};
 
 /// Enqueues a forward: `hattn_peer_fwd` of some library.
 pub type Forward = unsafe extern "C" fn(*const Args) -> c_int;
 /// `hattn_peer_name` or `hattn_peer_last_error` of some library.
 pub type Text = unsafe extern "C" fn() -> *const c_char;
 
-/// `hattn_peer_packs` of some library.
+/// `hattn_peer_packs` or `hattn_peer_caps` of some library.
 pub type Packs = unsafe extern "C" fn() -> c_int;
 
 /// Somebody's entry.
@@ -23,6 +24,7 @@ pub struct Entry {
     /// `hattn_peer_bwd_workspace`, where the library has it.
     pub backward_workspace: Option<BackwardWorkspace>,
     packs: Option<Packs>,
+    caps: Option<Packs>,
     last_error: Option<Text>,
     name: Text,
 }
@@ -35,6 +37,7 @@ impl Entry {
             backward: Some(hattn_peer_bwd),
             backward_workspace: Some(hattn_peer_bwd_workspace),
             packs: Some(hattn_peer_packs),
+            caps: Some(hattn_peer_caps),
             last_error: Some(hattn_peer_last_error),
             name: hattn_peer_name,
         }
@@ -63,6 +66,7 @@ impl Entry {
                 forward: *library.get::<Forward>(b"hattn_peer_fwd").map_err(missing("hattn_peer_fwd"))?,
                 name: *library.get::<Text>(b"hattn_peer_name").map_err(missing("hattn_peer_name"))?,
                 packs: library.get::<Packs>(b"hattn_peer_packs").ok().map(|f| *f),
+                caps: library.get::<Packs>(b"hattn_peer_caps").ok().map(|f| *f),
                 last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
                 backward: library.get::<Backward>(b"hattn_peer_bwd").ok().map(|f| *f),
                 backward_workspace: library.get::<BackwardWorkspace>(b"hattn_peer_bwd_workspace").ok().map(|f| *f),
@@ -80,6 +84,12 @@ impl Entry {
     pub fn packs(&self) -> bool {
         // SAFETY: a function of the entry without arguments.
         self.packs.is_some_and(|packs| unsafe { packs() } == 1)
+    }
+
+    /// Whether its functions take a cap of the scores. Others would not look at it.
+    pub fn caps(&self) -> bool {
+        // SAFETY: a function of the entry without arguments.
+        self.caps.is_some_and(|caps| unsafe { caps() } == 1)
     }
 
     /// What a status means, with the library's own words where it has some.
@@ -103,7 +113,8 @@ mod tests {
 
     #[test]
     fn the_name_is_the_reports() {
-        assert_eq!((Entry::own().name().as_str(), Entry::own().packs()), (crate::NAME, true));
+        let own = Entry::own();
+        assert_eq!((own.name().as_str(), own.packs(), own.caps()), (crate::NAME, true, true));
     }
 
     #[test]

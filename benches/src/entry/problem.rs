@@ -23,7 +23,7 @@ impl Numbers {
         .with_heads_kv(size("heads_kv", self.heads_kv)?)
         .with_head_dim_vo(size("head_dim_vo", self.head_dim_vo)?);
         let options = ForwardProblem::builder(dtype, dims).mask(self.mask()?).softmax_scale(self.softmax_scale);
-        let mut options = options.sm_margin(sm_margin()?);
+        let mut options = options.softcap(self.softcap).sm_margin(sm_margin()?);
         if !packing.cu_seqlens.is_null() {
             let longest = size("longest", packing.longest)?;
             options = options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest);

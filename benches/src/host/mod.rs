@@ -74,6 +74,7 @@ fn problems() -> [Point; 2] {
         seqlen: 128,
         queries: None,
         batch: 1,
+        softcap: None,
         inputs: Class::Normal,
         packed: None,
     })

@@ -356,8 +356,9 @@ typedef struct hattn_forward_problem {
   // A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
   // A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
   hattn_dtype sinks;
-  // Must be 0.
-  uint32_t reserved;
+  // Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
+  // Not for HATTN_E4M3. Gradients are those of the capped scores.
+  float softcap;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -442,8 +443,7 @@ typedef struct hattn_backward_problem {
   int64_t max_seqlen_q;
   int64_t max_seqlen_kv;
   int32_t fill_gaps;
-  // Must be 0.
-  uint32_t reserved;
+  float softcap;
   hattn_dtype sinks;
   // 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
   int32_t d_sinks;

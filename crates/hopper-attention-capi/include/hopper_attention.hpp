@@ -197,6 +197,10 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
   constexpr ForwardProblem& softmax_scale(float scale) noexcept { return set(problem_.softmax_scale, scale); }
 
+  // Caps the scores: cap * tanh(softmax_scale * q k / cap), before the mask. Finite and above 0; 0: no cap. For other
+  // operands than E4M3. Gradients are those of the capped scores.
+  constexpr ForwardProblem& softcap(float cap) noexcept { return set(problem_.softcap, cap); }
+
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
@@ -272,6 +276,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.window_left = of.window_left;
     problem_.window_right = of.window_right;
     problem_.softmax_scale = of.softmax_scale;
+    problem_.softcap = of.softcap;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
     problem_.cu_seqlens_q = of.cu_seqlens_q;

@@ -174,8 +174,9 @@ pub struct hattn_forward_problem {
     /// A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
     /// A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
     pub sinks: hattn_dtype,
-    /// Must be 0.
-    pub reserved: u32,
+    /// Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
+    /// Not for HATTN_E4M3. Gradients are those of the capped scores.
+    pub softcap: f32,
 }
 
 impl hattn_forward_problem {
@@ -229,8 +230,7 @@ pub struct hattn_backward_problem {
     pub max_seqlen_q: i64,
     pub max_seqlen_kv: i64,
     pub fill_gaps: i32,
-    /// Must be 0.
-    pub reserved: u32,
+    pub softcap: f32,
     pub sinks: hattn_dtype,
     /// 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
     pub d_sinks: i32,
@@ -589,7 +589,7 @@ layouts! {
         output 104, scaling 108, amax 112, half_scores 116,
         sm_margin 120, fill_gaps 124,
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
-        sinks 160, reserved 164,
+        sinks 160, softcap 164,
     }
     hattn_backward_problem: 104 to 160 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
@@ -597,7 +597,7 @@ layouts! {
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
-        fill_gaps 144, reserved 148, sinks 152, d_sinks 156,
+        fill_gaps 144, softcap 148, sinks 152, d_sinks 156,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,

@@ -87,7 +87,7 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
     if let Some(arch) = arch(given.arch)? {
         problem = problem.arch(arch);
     }
-    Ok(problem.build()?)
+    Ok(problem.softcap(given.softcap).build()?)
 }
 
 /// A backward problem, with all of the safe crate's checks. All fields but two describe the forward problem.
@@ -122,6 +122,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         max_seqlen_q: given.max_seqlen_q,
         max_seqlen_kv: given.max_seqlen_kv,
         sinks: given.sinks,
+        softcap: given.softcap,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;

@@ -124,7 +124,11 @@ fn device(arg: DeviceArg) -> Result<Device> {
 fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
     let seed = args.seed.unwrap_or_else(rand::random);
     report::line("seed", seed);
-    let mut fuzz = Fuzz::new(seed, lab.is_gpu());
+    let fuzz = Fuzz::new(seed, lab.is_gpu());
+    let mut fuzz = match args.softcap {
+        Some(softcap) => fuzz.softcap(softcap),
+        None => fuzz,
+    };
     let (since, mut tally) = (Instant::now(), Tally { near_from: args.near, ..Tally::default() });
     let limit = Duration::from_secs(args.seconds);
     let mut left = args.problems.unwrap_or(usize::MAX);

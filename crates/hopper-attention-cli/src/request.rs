@@ -103,7 +103,8 @@ impl Request {
                 .output(dtype),
         };
         let problem = options.packed(packed).build().with_context(|| format!("input {name}"))?;
-        let mut options = problem.to_builder().mask(args.mask).lse(true).sm_margin(args.sm_margin);
+        let mut options =
+            problem.to_builder().mask(args.mask).softcap(args.softcap).lse(true).sm_margin(args.sm_margin);
         if let Some(scale) = args.scale {
             options = options.softmax_scale(scale);
         }

@@ -155,6 +155,7 @@ fn write(file: AtomicFile, request: &Request, tensors: &Tensors) -> Result<()> {
         ("layout", layout.name().to_string()),
         ("mask", problem.mask().to_string()),
         ("softmax_scale", problem.softmax_scale().to_string()),
+        ("softcap", problem.softcap().to_string()),
         ("made_by", concat!("hattn ", env!("CARGO_PKG_VERSION")).to_string()),
     ]
     .map(|(key, value)| (key.to_string(), value))

@@ -74,7 +74,7 @@ fn run_writes_o_and_lse_as_the_input_is() {
     assert_eq!(written.lse_shape, [2, 12, 197]);
     assert!(written.o.iter().chain(&written.lse).all(|value| value.is_finite()));
     assert!(written.gradients.is_empty());
-    for (key, value) in [("layout", "bshd"), ("mask", "causal"), ("softmax_scale", "0.17677669")] {
+    for (key, value) in [("layout", "bshd"), ("mask", "causal"), ("softmax_scale", "0.17677669"), ("softcap", "0")] {
         assert_eq!(written.metadata[key], value, "{key}");
     }
     assert_eq!(folder.names(), ["o.safetensors"]);
@@ -208,6 +208,36 @@ fn gradients_by_hand() {
     };
     gradients(None);
     gradients(Some(3.0));
+}
+
+/// One query that sees two keys. Their scores, 300 and 0, are capped at 2: to 2 and 0.
+#[test]
+fn capped_scores_by_hand() {
+    let folder = Folder::new();
+    let tensors = [
+        ("q", Dtype::F32, &[1, 1, 1, 2][..], bytes(&[300.0, 1.0])),
+        ("k", Dtype::F32, &[1, 2, 1, 2][..], bytes(&[1.0, 0.0, 0.0, 0.0])),
+        ("v", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 3.0])),
+        ("d_o", Dtype::F32, &[1, 1, 1, 1][..], bytes(&[1.0])),
+    ];
+    let input = folder.typed("qkv.safetensors", Some("bshd"), &tensors);
+    let output = folder.path("o.safetensors");
+    hattn_on("run --backward --device cpu --scale 1 --softcap 2", &input, Some(&output)).fine();
+    let written = Written::read(&output);
+    let first = 1.0 / (1.0 + (-2.0_f32).exp());
+    assert!((written.o[0] - (first + 3.0 * (1.0 - first))).abs() < 1e-6, "{:?}", written.o);
+    assert!((written.lse[0] - (2.0_f32.exp() + 1.0).ln()).abs() < 1e-6, "{:?}", written.lse);
+    // The first score does not move. The second one does, as one without a cap: dQ is that of its key, which is 0.
+    assert!(written.gradients["d_q"].1.iter().all(|x| x.abs() < 1e-6), "{:?}", written.gradients["d_q"]);
+    let d_s = (1.0 - first) * (3.0 - written.o[0]);
+    let (_, d_k) = &written.gradients["d_k"];
+    let near = d_k.iter().zip([0.0, 0.0, 300.0 * d_s, d_s]).all(|(got, want)| (got - want).abs() < 1e-4);
+    assert!(near, "{d_k:?}, {d_s}");
+    for mask in ["full", "causal"] {
+        let checked =
+            hattn_on(&format!("check --backward --device cpu --softcap 30 --mask {mask}"), &input, None).fine();
+        assert!(checked.contains("softcap 30") && checked.contains("passed"), "{checked}");
+    }
 }
 
 /// An infinite input makes infinities, NaN, and rows that it has no part in. The oracle says which is where.

@@ -145,6 +145,17 @@ fn a_scale_that_is_no_scale() {
         let input = input_with(&folder, &[]);
         refused(&folder, &format!("--scale {scale}"), &input, &["softmax_scale: ", "allowed: finite and above 0"]);
     }
+    let folder = Folder::new();
+    let input = input_with(&folder, &[]);
+    for cap in ["-1", "nan", "inf", "1e-45"] {
+        refused(
+            &folder,
+            &format!("--softcap {cap}"),
+            &input,
+            &["softcap: ", "allowed: 0 (none), or finite and above 0"],
+        );
+    }
+    refused(&folder, "--softcap 50 --fp8 --dtype bf16", &input, &["unsupported: softcap 50 with e4m3 operands"]);
 }
 
 #[test]

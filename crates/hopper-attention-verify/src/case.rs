@@ -32,6 +32,8 @@ pub struct Case {
     pub packing: Packing,
     /// Attention sinks.
     pub sinks: Sinks,
+    /// The cap of the scores. 0 where there is none.
+    pub softcap: f32,
 }
 
 impl Case {
@@ -48,6 +50,7 @@ impl Case {
             seed: (seqlen_q * 31 + seqlen_kv * 7 + head_dim) as u64,
             packing: Packing::default(),
             sinks: Sinks::None,
+            softcap: 0.0,
         }
     }
 
@@ -65,6 +68,13 @@ impl Case {
         self
     }
 
+    /// The same with capped scores.
+    #[must_use]
+    pub fn softcap(mut self, softcap: f32) -> Self {
+        self.softcap = softcap;
+        self
+    }
+
     /// The library's problem.
     pub fn problem(&self, dtype: DType) -> ForwardProblem {
         self.options(dtype).build().expect("legal sizes and a legal scale")
@@ -72,7 +82,7 @@ impl Case {
 
     /// The library's problem, with options still to be chosen.
     pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
-        let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse);
+        let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse).softcap(self.softcap);
         let options = self.packing.options(options);
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),
@@ -87,7 +97,7 @@ impl Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks } = self;
+        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks, softcap } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
         if let Some(scale) = scale {
@@ -98,6 +108,9 @@ impl fmt::Display for Case {
         }
         if !sinks.is_none() {
             write!(f, " sinks {sinks:?}")?;
+        }
+        if *softcap != 0.0 {
+            write!(f, " softcap {softcap}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })

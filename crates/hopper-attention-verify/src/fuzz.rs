@@ -147,6 +147,19 @@ impl Fuzz {
         Self { runner: runner(seed), strategy: problem::any(for_gpu).boxed() }
     }
 
+    /// Gives all problems this cap of the scores (0: none) in place of the drawn one. Problems with e4m3 operands have none. The cap
+    /// must be legal with every scale that is drawn: 0, or 1e-3 to 1e6.
+    #[must_use]
+    pub fn softcap(self, softcap: f32) -> Self {
+        let capped = move |mut problem: Problem| {
+            if !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) {
+                problem.case.softcap = softcap;
+            }
+            problem
+        };
+        Self { strategy: self.strategy.prop_map(capped).boxed(), ..self }
+    }
+
     /// The next problem.
     ///
     /// # Errors
@@ -197,6 +210,17 @@ mod tests {
             (0..20).map(|_| fuzz.draw().unwrap().problem()).collect::<Vec<_>>()
         };
         assert!(draw(3) == draw(3) && draw(3) != draw(4));
+    }
+
+    #[test]
+    fn a_cap_may_be_given() {
+        for cap in [0.0, 1e-3, 50.0, 1e6] {
+            let mut fuzz = Fuzz::new(5, true).softcap(cap);
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let fp8 = matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+                assert_eq!(problem.forward().softcap(), if fp8 { 0.0 } else { cap }, "{problem}");
+            }
+        }
     }
 
     #[test]

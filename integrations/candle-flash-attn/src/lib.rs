@@ -13,7 +13,7 @@
 //!
 //! - Gradients flow through the functions that are computed here.
 //! - Tensors in host memory are computed too, in f32 as well.
-//! - ALiBi, softcapping and pages are not there yet. A call that asks for one is an error that names it.
+//! - ALiBi and pages are not there yet. A call that asks for one is an error that names it.
 //! - `seqlens_q` and `seqlens_k` may be in host memory where the tensors are on a GPU. They are then checked.
 //! - By default the kernels are those for Hopper. The feature `sm80` adds those for older GPUs.
 //! - The struct `FlashAttn` is left out.
@@ -94,11 +94,11 @@ pub fn flash_attn_alibi_windowed(
     lacks("flash_attn_alibi_windowed: alibi_slopes", WITHOUT_BIAS)
 }
 
-/// As [`flash_attn_windowed`], where neither ALiBi nor softcapping is asked for: no slopes, and a softcap of 0.
+/// As [`flash_attn_windowed`], with scores that are capped before the mask: `softcap * tanh(softmax_scale * q . k / softcap)`.
+/// A softcap of 0 is none.
 ///
 /// # Errors
-/// As [`hopper_attention_candle::attention`]. Also for slopes, and for another softcap than 0: these are not there
-/// yet.
+/// As [`hopper_attention_candle::attention`]. Also for slopes: ALiBi is not there yet.
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
@@ -113,10 +113,7 @@ pub fn flash_attn_alibi_windowed_softcap(
     if alibi_slopes.is_some() {
         return lacks("flash_attn_alibi_windowed_softcap: alibi_slopes", WITHOUT_BIAS);
     }
-    if softcap != 0.0 {
-        return lacks(format!("flash_attn_alibi_windowed_softcap: softcap {softcap}"), "softcap 0, which is none");
-    }
-    flash_attn_windowed(q, k, v, softmax_scale, window_size_left, window_size_right)
+    attention(q, k, v, &options(softmax_scale, window_size_left, window_size_right).softcap(softcap))
 }
 
 /// What is said to be there instead of ALiBi.
@@ -240,11 +237,10 @@ pub fn flash_attn_varlen_alibi_windowed(
     lacks("flash_attn_varlen_alibi_windowed: alibi_slopes", PACKED)
 }
 
-/// As [`flash_attn_varlen_windowed`], where neither ALiBi nor softcapping is asked for: no slopes, and a softcap of 0.
+/// As [`flash_attn_varlen_windowed`], with scores that are capped as in [`flash_attn_alibi_windowed_softcap`].
 ///
 /// # Errors
-/// As [`hopper_attention_candle::attention_varlen`]. Also for slopes, and for another softcap than 0: these are not there
-/// yet.
+/// As [`hopper_attention_candle::attention_varlen`]. Also for slopes: ALiBi is not there yet.
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
@@ -263,22 +259,6 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     if alibi_slopes.is_some() {
         return lacks("flash_attn_varlen_alibi_windowed_softcap: alibi_slopes", PACKED);
     }
-    if softcap != 0.0 {
-        return lacks(
-            format!("flash_attn_varlen_alibi_windowed_softcap: softcap {softcap}"),
-            "softcap 0, which is none",
-        );
-    }
-    flash_attn_varlen_windowed(
-        q,
-        k,
-        v,
-        seqlens_q,
-        seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_size_left,
-        window_size_right,
-    )
+    let options = options(softmax_scale, window_size_left, window_size_right).max_seqlens(max_seqlen_q, max_seqlen_k);
+    attention_varlen(q, k, v, seqlens_q, seqlens_k, &options.softcap(softcap))
 }

@@ -17,6 +17,7 @@ use crate::offsets::Packing;
 pub struct Options {
     mask: Mask,
     softmax_scale: Option<f32>,
+    softcap: f32,
     deterministic: bool,
     arch: Option<Arch>,
     sm_margin: usize,
@@ -37,6 +38,14 @@ impl Options {
     /// The factor on `Q K^T`, finite and above 0 (default: `1 / sqrt(head_dim)`).
     pub fn softmax_scale(self, softmax_scale: f32) -> Self {
         Self { softmax_scale: Some(softmax_scale), ..self }
+    }
+
+    /// The cap `c` of the scores, finite and above 0 (default: 0, none): `c * tanh(softmax_scale * q . k / c)`, before the mask.
+    /// Gradients are those of the capped scores.
+    ///
+    /// See [`ForwardProblemBuilder::softcap`](hopper_attention::ForwardProblemBuilder::softcap).
+    pub fn softcap(self, softcap: f32) -> Self {
+        Self { softcap, ..self }
     }
 
     /// Whether gradients on a GPU are the same bits in every run (default: no). It takes a few percent more time.
@@ -90,7 +99,8 @@ impl Options {
             .with_seqlen_kv(seqlen_kv)
             .with_heads_kv(heads_kv)
             .with_head_dim_vo(head_dim_vo);
-        let mut problem = ForwardProblem::builder(dtype, dims).mask(self.mask).lse(lse).sm_margin(self.sm_margin);
+        let mut problem = ForwardProblem::builder(dtype, dims).mask(self.mask).softcap(self.softcap);
+        problem = problem.lse(lse).sm_margin(self.sm_margin);
         if let Some(softmax_scale) = self.softmax_scale {
             problem = problem.softmax_scale(softmax_scale);
         }

@@ -69,11 +69,24 @@ impl Case {
         self.run_with(device, dtype, &|q, k, v| attention(q, k, v, &Options::new().mask(self.mask)))
     }
 
+    /// As [`run`](Self::run), with capped scores.
+    ///
+    /// # Errors
+    /// Either refuses.
+    pub fn run_capped(&self, device: &Device, dtype: DType, cap: f32) -> Result<Report> {
+        let options = Options::new().mask(self.mask).softcap(cap);
+        self.compare(device, dtype, Some(cap), &|q, k, v| attention(q, k, v, &options))
+    }
+
     /// As [`run`](Self::run), with another attention in the place of ours.
     ///
     /// # Errors
     /// Either refuses.
     pub fn run_with(&self, device: &Device, dtype: DType, attend: Attend<'_>) -> Result<Report> {
+        self.compare(device, dtype, None, attend)
+    }
+
+    fn compare(&self, device: &Device, dtype: DType, cap: Option<f32>, attend: Attend<'_>) -> Result<Report> {
         let [batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim, head_dim_vo] = self.sizes;
         let mut random = StdRng::seed_from_u64(self.sizes.iter().fold(0, |seed, &size| 31 * seed + size as u64));
         let mut normal = |seqlen: usize, heads: usize, head_dim: usize| {
@@ -88,8 +101,9 @@ impl Case {
         ];
         let d_o = normal(seqlen_q, heads_q, head_dim_vo)?;
         let scale = (head_dim as f64).sqrt().recip();
+        let cap = cap.map(f64::from);
         let [want, ours @ ..] =
-            outcome(&qkv, &d_o, &Device::Cpu, DType::F32, &|q, k, v| own::attention(q, k, v, self.mask, scale))?;
+            outcome(&qkv, &d_o, &Device::Cpu, DType::F32, &|q, k, v| own::capped(q, k, v, self.mask, scale, cap))?;
         let [got, gradients @ ..] = outcome(&qkv, &d_o, device, dtype, attend)?;
         let part = |got: &Tensor, want: &Tensor| {
             let (difference, largest) = difference(got, want)?;

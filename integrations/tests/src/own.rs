@@ -9,11 +9,23 @@ use hopper_attention_candle::Mask;
 /// # Errors
 /// Shapes do not fit.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
+    capped(q, k, v, mask, scale, None)
+}
+
+/// As [`attention`], with scores that are capped before the mask: `cap * tanh(scale * Q K^T / cap)`.
+///
+/// # Errors
+/// Shapes do not fit.
+pub fn capped(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64, cap: Option<f64>) -> Result<Tensor> {
     let group = q.dim(2)? / k.dim(2)?;
     let (k, v) = (repeated(k, group)?, repeated(v, group)?);
     let [q, k, v] = [q, &k, &v].map(|tensor| tensor.transpose(1, 2)?.contiguous());
     let (q, k, v) = (q?, k?, v?);
     let scores = (q.matmul(&k.t()?)? * scale)?;
+    let scores = match cap {
+        Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+        None => scores,
+    };
     let scores = scores.broadcast_add(&bias(mask, q.dim(2)?, k.dim(2)?, q.device())?.to_dtype(q.dtype())?)?;
     candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?.transpose(1, 2)
 }

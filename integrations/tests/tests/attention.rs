@@ -15,6 +15,22 @@ fn values_and_gradients_are_those_of_candles_own_operations() -> Result<()> {
     Ok(())
 }
 
+/// Scores that a cap of 1 bends, and one of 50 hardly does.
+#[test]
+fn capped_scores_are_those_of_candles_own_operations() -> Result<()> {
+    for case in gradients::cases() {
+        for cap in [1.0, 15.0, 50.0] {
+            let report = case.run_capped(&Device::Cpu, DType::F32, cap)?;
+            assert!(report.worst() <= 4e-6, "{case:?} {cap}: {report:?}");
+        }
+        // Another cap is seen.
+        let options = Options::new().mask(case.mask).softcap(1.0);
+        let report = case.run_with(&Device::Cpu, DType::F32, &|q, k, v| attention(q, k, v, &options))?;
+        assert!(report.worst() > 1e-2, "{case:?}: {report:?}");
+    }
+    Ok(())
+}
+
 /// Head dims that kernels do not have, and those of V that differ from those of Q and K.
 #[test]
 fn any_head_dims_are_computed_on_the_cpu() -> Result<()> {

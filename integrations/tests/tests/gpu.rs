@@ -40,6 +40,18 @@ fn values_and_gradients_are_those_of_candles_own_operations() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn capped_scores_are_those_of_candles_own_operations() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    for (dtype, bound) in [(DType::BF16, 2e-2), (DType::F16, 4e-3)] {
+        for (case, cap) in gradients::cases().into_iter().zip([1.0, 15.0, 50.0, 1.0, 15.0, 1.0]) {
+            let report = case.run_capped(&device, dtype, cap)?;
+            assert!(report.worst() <= bound, "{dtype:?} {case:?} {cap}: {report:?}");
+        }
+    }
+    Ok(())
+}
+
 /// Offsets on the GPU, and the same sequences one by one. A GPU without kernels for packed sequences refuses them by name.
 #[test]
 fn packed_sequences_are_computed_or_refused() -> Result<()> {

@@ -26,6 +26,7 @@ mod packed_quantize;
 mod quantize;
 mod refusals;
 mod sinks;
+mod softcap;
 mod special_streams;
 mod streams;
 mod training;

@@ -3,6 +3,7 @@
 use hopper_attention::Float;
 
 use super::{Row, dot, norm, places, values};
+use crate::Point;
 use crate::harness::contest::{Pool, Task};
 
 /// Some rows of each, from the definition with the O and the LSE that every library is given.
@@ -36,10 +37,11 @@ impl Query {
     }
 
     /// P, dS, and what dS would be at most if its terms did not cancel.
-    fn pair(&self, k: &[f64], v: &[f64], scale: f64) -> [f64; 3] {
-        let p = (scale * dot(&self.q, k) - self.lse).exp();
+    fn pair(&self, k: &[f64], v: &[f64], point: &Point) -> [f64; 3] {
+        let [score, slope] = point.score(dot(&self.q, k));
+        let p = (score - self.lse).exp();
         let d_p = dot(&self.d_o, v);
-        [p, p * (d_p - self.delta), p * (d_p.abs() + self.delta.abs())]
+        [p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta.abs())]
     }
 }
 
@@ -77,7 +79,7 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
     for key in task.point.keys(query) {
         let at = [batch, key, head / task.point.group()];
         let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
-        let [_, d_s, size] = own.pair(&k, &v, scale(task));
+        let [_, d_s, size] = own.pair(&k, &v, task.point);
         d_q.add(d_s, size, &k);
     }
     d_q.row(0, at, scale(task))
@@ -92,7 +94,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
     for head in head_kv * group..(head_kv + 1) * group {
         for query in point.queries_of(key) {
             let query = Query::new(task, pool, [batch, query, head]);
-            let [p, d_s, size] = query.pair(&k, &v, scale(task));
+            let [p, d_s, size] = query.pair(&k, &v, point);
             d_k.add(d_s, size, &query.q);
             d_v.add(p, p, &query.d_o);
         }
@@ -107,7 +109,7 @@ mod tests {
     use super::super::{BLOCK, Expected, changed, cross};
     use super::*;
     use crate::harness::contest::Outputs;
-    use crate::{Direction, Order, Point, PointMask, Sweep};
+    use crate::{Direction, Order, PointMask, Sweep};
 
     fn point(mask: PointMask, seqlen: usize, group: usize) -> Point {
         let sweep = Sweep {

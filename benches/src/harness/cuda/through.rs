@@ -40,8 +40,11 @@ impl<T: Float> Library<'_, T> {
     }
 
     /// The offsets of a point's packed sequences, and what the entry is told of them. Refuses them for a library that
-    /// knows none.
+    /// knows none, and a cap of the scores for one that knows no such thing.
     fn packing(&self, point: &Point) -> Result<(Option<CudaSlice<i32>>, Packing), Refusal> {
+        if point.softcap.is_some() && !self.entry.caps() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_caps", self.name)));
+        }
         let Some(packed) = &point.packed else { return Ok((None, Packing::NONE)) };
         if !self.entry.packs() {
             return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_packs", self.name)));

@@ -25,6 +25,7 @@ static hattn_forward_problem forward_problem(void) {
   SET_SIZES(forward, DIM_QK, DIM_VO);
   forward.window_left = problem.window_left, forward.window_right = problem.window_right;
   forward.softmax_scale = problem.softmax_scale;
+  forward.softcap = problem.softcap;
   return forward;
 }
 

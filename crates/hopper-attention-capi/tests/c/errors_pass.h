@@ -123,6 +123,7 @@ static void what_is_right_is_computed(void) {
     problem.window_left = 1, problem.window_right = HATTN_UNBOUNDED;
     problem.corner = i % 3 == 2 ? HATTN_TOP_LEFT : HATTN_BOTTOM_RIGHT;
     problem.softmax_scale = i == 3 ? 0.5F : 0.0F;
+    problem.softcap = i > 2 ? 0.25F : 0.0F;
     /* The second time without the optional tensor, which is then left alone. */
     problem.OPTIONAL = i < 3;
     args.OPTIONAL = i < 3 ? &OPTIONAL : NULL;
@@ -405,6 +406,9 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.heads_q = -1, HATTN_ERROR_VALUE, "heads_q", "-1", "1 and above");
   NO_PLAN(problem.softmax_scale = -1.0F, HATTN_ERROR_VALUE, "softmax_scale", "-1", "finite and above 0");
   NO_PLAN(problem.softmax_scale = NAN, HATTN_ERROR_VALUE, "softmax_scale", "NaN", "finite and above 0");
+  NO_PLAN(problem.softcap = -1.0F, HATTN_ERROR_VALUE, "softcap", "-1", "0 (none), or finite and above 0");
+  NO_PLAN(problem.softcap = NAN, HATTN_ERROR_VALUE, "softcap", "NaN", "finite and above 0");
+  NO_PLAN(problem.softcap = INFINITY, HATTN_ERROR_VALUE, "softcap", "inf", "finite and above 0");
   problem.mask = HATTN_MASK_WINDOW;
   NO_PLAN(problem.window_left = -2, HATTN_ERROR_VALUE, "window_left", "-2", "HATTN_UNBOUNDED (-1)");
   problem.mask = HATTN_MASK_WINDOW;

@@ -95,6 +95,7 @@ static void make_forward_problem(hattn_dtype dtype) {
   SET_NUMBERS(p, dtype == HATTN_E4M3 && one_in(16));
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
+  if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F;
   if (dtype == HATTN_E4M3) {
     static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};
     p.output = outputs[below(4)];
@@ -132,6 +133,7 @@ static hattn_forward_problem forward_of(const hattn_backward_problem* p) {
   of.batch = p->batch, of.seqlen_q = p->seqlen_q, of.seqlen_kv = p->seqlen_kv;
   of.heads_q = p->heads_q, of.heads_kv = p->heads_kv, of.head_dim_qk = p->head_dim_qk, of.head_dim_vo = p->head_dim_vo;
   of.window_left = p->window_left, of.window_right = p->window_right, of.softmax_scale = p->softmax_scale;
+  of.softcap = p->softcap;
   return of;
 }
 
@@ -144,6 +146,7 @@ static void make_backward(void) {
   SET_NUMBERS(p, 0);
   p.dtype = (hattn_dtype)(1 + below(3));
   p.d_lse = (int32_t)below(2), p.deterministic = (int32_t)below(2);
+  p.softcap = one_in(3) ? 1.5F : 0.0F;
   backward = ENTER(hattn_backward_problem, p);
   a.q = add_tensor(READ, p.dtype, 4, Q_SHAPE(&p));
   a.k = add_tensor(READ, p.dtype, 4, K_SHAPE(&p));

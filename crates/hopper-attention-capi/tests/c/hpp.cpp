@@ -156,6 +156,7 @@ constexpr ForwardProblem all_set() {
       .head_dims(6, 7)
       .window(8, kUnbounded, Corner::TopLeft)
       .softmax_scale(0.5F)
+      .softcap(50.0F)
       .arch(Arch::Sm80)
       .sm_margin(16);
 }
@@ -166,7 +167,7 @@ void holds_all(const Problem& problem) {
   const auto& c = problem.c_problem();
   CHECK(c.struct_size == sizeof(c) && c.abi_version == 1 && c.dtype == HATTN_BF16);
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
-  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.arch == HATTN_ARCH_SM80);
+  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.softcap == 50.0F && c.arch == HATTN_ARCH_SM80);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
   CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED && c.sm_margin == 16);
 }
@@ -328,6 +329,7 @@ void all_twins_refuse(const F& f, View& view, const std::string& name, const cha
   CHECK_TEXT(last_error(), "heads_q: 4 with heads_kv 3; allowed: a multiple of heads_kv");
   CHECK(plan.get() == before);
   CHECK(Problem(small().softmax_scale(-1.0F)).supported(Device::cpu()) == Status::Value);
+  CHECK(Problem(small().softcap(-1.0F)).supported(Device::cpu()) == Status::Value);
   CHECK(Problem(small()).supported(Device::cuda(-5)) == Status::Argument);
   const View right = view;
   view = View();

@@ -30,7 +30,14 @@ static double reference_score(const hattn_forward_problem* p, const hattn_tensor
   double dot = 0.0;
   int64_t d;
   for (d = 0; d < p->head_dim_qk; ++d) dot += reference_at(q, b, i, h, d) * reference_at(k, b, j, h_kv, d);
-  return reference_scale(p) * dot;
+  dot *= reference_scale(p);
+  return p->softcap == 0.0F ? dot : (double)p->softcap * tanh(dot / (double)p->softcap);
+}
+
+/* The derivative of a capped score, by the score. */
+static inline double reference_slope(const hattn_forward_problem* p, double score) {
+  const double t = p->softcap == 0.0F ? 0.0 : score / (double)p->softcap;
+  return 1.0 - t * t;
 }
 
 /* What the softmax of a row divides by, exp(highest) taken out. Without keys: -infinity and 0. */
@@ -95,7 +102,7 @@ static inline double reference_distance(const hattn_forward_problem* p, const ha
 }
 
 /* The gradient of the score of query i and key j, of one head: P (dO V^T - delta), where delta is O dO less the
-   log-sum-exp's gradient. */
+   log-sum-exp's gradient, times the derivative of the cap. */
 static inline double reference_d_score(const hattn_forward_problem* p, const hattn_backward_args* args, int64_t b,
                                        int64_t h, int64_t i, int64_t j) {
   const reference_row row = reference_softmax(p, args->q, args->k, b, h, i);
@@ -107,6 +114,7 @@ static inline double reference_d_score(const hattn_forward_problem* p, const hat
     d_weight +=
         reference_at(args->d_o, b, i, h, d) * (reference_at(args->v, b, j, h / (p->heads_q / p->heads_kv), d) - o);
   }
+  d_weight *= reference_slope(p, reference_score(p, args->q, args->k, b, h, i, j));
   return reference_weight(p, args->q, args->k, b, h, i, j, row) * d_weight;
 }
 

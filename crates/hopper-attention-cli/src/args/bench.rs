@@ -129,6 +129,9 @@ pub struct PointArgs {
     /// fwd/bf16/d64/causal/lognormal512/t16384/b32/h32/kv32, with the sequences after b.
     #[arg(long, conflicts_with_all = ["batch", "few_heads", "lopsided", "quarter"])]
     pub packed: bool,
+    /// Time capped scores: C * tanh(scale * q k / C), with a whole number C. Peers that have no cap are named as such
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub softcap: Option<u32>,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
@@ -172,6 +175,7 @@ impl PointArgs {
                 (true, true) => vec![tokens],
                 (true, false) => vec![tokens, tokens.saturating_mul(4)],
             },
+            softcap: self.softcap,
             filters: self.filter.clone(),
         }
     }

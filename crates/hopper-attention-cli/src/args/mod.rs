@@ -12,7 +12,7 @@ use clap::{Args, Parser, Subcommand};
 use hopper_attention::Mask;
 use hopper_attention_verify::inputs::Class;
 
-use words::{parse_mask, parse_share};
+use words::{parse_mask, parse_share, parse_softcap};
 
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
@@ -114,6 +114,9 @@ pub struct ComputeArgs {
     /// Factor on Q K^T before the softmax, finite and above 0 [default: 1/sqrt(head_dim of q)]
     #[arg(long, allow_negative_numbers = true)]
     pub scale: Option<f32>,
+    /// Cap C of the scores: C * tanh(scale * q k / C), before the mask. Finite and above 0; 0: no cap. Not with --fp8
+    #[arg(long, value_name = "C", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub softcap: f32,
     /// Order of the dimensions of the file's 4-d tensors [default: what the file's metadata says under `layout`]
     #[arg(long)]
     pub layout: Option<FileLayout>,
@@ -174,6 +177,9 @@ pub struct FuzzArgs {
     /// Seed of the problems. The same seed gives the same problems [default: a random one, which is printed]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,
+    /// The cap of the scores of all problems but those of e4m3 operands; 0: none [default: drawn, one problem in four has one]
+    #[arg(long, value_name = "C", allow_negative_numbers = true, value_parser = parse_softcap)]
+    pub softcap: Option<f32>,
     /// Go on after a wrong problem, and make the first one smaller at the end
     #[arg(long)]
     pub keep_going: bool,
@@ -181,7 +187,7 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "keep_going", "near", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "keep_going", "near", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]

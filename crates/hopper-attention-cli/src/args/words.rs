@@ -137,6 +137,12 @@ pub fn parse_share(text: &str) -> Result<f64, String> {
     share.ok_or_else(|| format!("share `{text}`; allowed: 0 to 1"))
 }
 
+/// A cap that is legal with every scale that `hattn fuzz` draws.
+pub fn parse_softcap(text: &str) -> Result<f32, String> {
+    let softcap = text.parse().ok().filter(|cap| *cap == 0.0 || (1e-3..=1e6).contains(cap));
+    softcap.ok_or_else(|| format!("softcap `{text}`; allowed: 0, or 0.001 to 1000000"))
+}
+
 fn parse_corner(text: &str) -> Result<Corner, String> {
     match text {
         "bottom-right" => Ok(Corner::BottomRight),

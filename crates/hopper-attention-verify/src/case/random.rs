@@ -41,7 +41,8 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_heads_kv(heads_kv)
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
             let packing = Packing::default();
-            Case { dims, mask, scale, lse, placement, values, seed: seed.into(), packing, sinks: Sinks::None }
+            let (seed, sinks, softcap) = (seed.into(), Sinks::None, 0.0);
+            Case { dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap }
         },
     )
 }
@@ -84,6 +85,22 @@ pub fn packing() -> impl Strategy<Value = (Kind, usize)> {
 /// The sinks of a case: none in half of the cases.
 pub fn sinks() -> impl Strategy<Value = Sinks> {
     prop_oneof![1 => Just(Sinks::None), 1 => proptest::sample::select(Sinks::ALL.to_vec())]
+}
+
+/// The caps that are drawn. Models have 30 and 50.
+pub const CAPS: [f32; 4] = [1.0, 15.0, 30.0, 50.0];
+
+/// The cap of a case: none in three of four cases; and whether the scores are to be far above it. Give it to [`capped`].
+pub fn softcap() -> impl Strategy<Value = (f32, bool)> {
+    prop_oneof![3 => Just((0.0, false)), 1 => (proptest::sample::select(CAPS.to_vec()), any::<bool>())]
+}
+
+/// A case with a cap. Scores that are to be far above it get a scale with which most of them are, of normal inputs.
+#[must_use]
+pub fn capped(case: Case, (softcap, saturated): (f32, bool)) -> Case {
+    // A product of normal inputs has a standard deviation of `sqrt(head_dim)`.
+    let scale = saturated.then(|| 4.0 * softcap / (case.dims.head_dim_qk as f32).sqrt());
+    Case { scale: scale.or(case.scale), ..case.softcap(softcap) }
 }
 
 /// A case with packed sequences and used lengths. Its rows stay as many, and are cut into sequences. A side that is not packed

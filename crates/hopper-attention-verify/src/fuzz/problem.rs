@@ -148,12 +148,15 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
+    let cases = (cases, random::softcap());
     (choices, cases, values, fp8, (launch, margin)).prop_map(
-        move |((pass, dtype, arch, deterministic), mut case, values, (scaling, half_scores, hadamard), last)| {
+        move |((pass, dtype, arch, deterministic), (case, softcap), values, (scaling, half_scores, hadamard), last)| {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
-            case.values = values.unwrap_or(case.values);
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
+            // e4m3 operands have no cap.
+            let mut case = if fp8 { case } else { random::capped(case, softcap) };
+            case.values = values.unwrap_or(case.values);
             if for_gpu && pass != Pass::Forward {
                 // Only forward kernels have head dims above 128.
                 let dims = case.dims;
@@ -216,6 +219,13 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "Sinks::is_none")]
     sinks: Sinks,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    softcap: f32,
+}
+
+fn is_zero(softcap: &f32) -> bool {
+    *softcap == 0.0
 }
 
 /// The same of a mask. Bounds that are `null` keep all keys.
@@ -260,6 +270,7 @@ impl From<Problem> for Record {
             launch,
             packing: case.packing,
             sinks: case.sinks,
+            softcap: case.softcap,
         }
     }
 }
@@ -295,6 +306,7 @@ impl TryFrom<Record> for Problem {
             seed: record.seed,
             packing: record.packing,
             sinks: record.sinks,
+            softcap: record.softcap,
         };
         let problem = Self {
             pass: record.pass,
@@ -407,6 +419,32 @@ mod tests {
             assert!(Sinks::ALL.into_iter().all(|kind| of_pass().any(|problem| problem.case.sinks == kind)), "{pass:?}");
             assert!(of_pass().any(|problem| problem.forward().sinks().is_some() && problem.forward().has_lengths()));
         }
+    }
+
+    #[test]
+    fn caps_are_drawn_for_passes_that_have_them() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..600).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let both: [Vec<Problem>; 2] = [drawn(true), drawn(false)];
+        for (drawn, pass) in both.iter().flat_map(|drawn| [Pass::Forward, Pass::Backward].map(|pass| (drawn, pass))) {
+            let of_pass = || drawn.iter().filter(|problem| problem.pass == pass);
+            let capped = |problem: &&Problem| problem.forward().softcap() != 0.0;
+            let share = of_pass().filter(capped).count() as f64 / of_pass().count() as f64;
+            assert!((0.1..0.4).contains(&share), "{pass:?} {share}");
+            assert!(random::CAPS.iter().all(|cap| of_pass().any(|problem| problem.case.softcap == *cap)), "{pass:?}");
+            let saturated =
+                |problem: &&Problem| problem.case.scale.is_some_and(|scale| scale > problem.case.softcap / 3.0);
+            assert!(of_pass().filter(capped).any(|problem| saturated(&problem)), "{pass:?}");
+            assert!(of_pass().filter(capped).any(|problem| problem.forward().sinks().is_some()), "{pass:?}");
+            assert!(of_pass().filter(capped).any(|problem| problem.forward().has_lengths()), "{pass:?}");
+        }
+        let fp8 = |problem: &&Problem| matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+        assert!(both.iter().flatten().filter(fp8).all(|problem| problem.case.softcap == 0.0));
+        // A file that wants a cap of e4m3 operands is refused by name.
+        let fp8 = both.iter().flatten().find(fp8).unwrap();
+        let text = serde_json::to_string(&Problem { case: fp8.case.clone().softcap(50.0), ..fp8.clone() }).unwrap();
+        let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
+        assert!(error.contains("softcap 50 with e4m3 operands"), "{error}");
     }
 
     #[test]

@@ -14,6 +14,7 @@ use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
 use super::sequences::{Sequence, Sequences};
 use super::sinks::{self, Sinks};
+use super::softcap::capped;
 use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, fill_gaps, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
@@ -243,7 +244,8 @@ fn of_keys<T: Float>(
     round(d_v, 1.0, of_values);
 }
 
-/// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0.
+/// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0. With a cap the
+/// scores in P are capped, and dS is multiplied by the cap's derivative.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
@@ -252,7 +254,7 @@ fn weights(
     p: &mut Vec<f32>,
     d_s: &mut Vec<f32>,
 ) {
-    let dims = problem.dims();
+    let (dims, softcap) = (problem.dims(), problem.forward().softcap());
     let (queries, keys) = (rows.len(), k.len() / dims.head_dim_qk);
     for (scale, a, b, dim, out) in
         [(problem.softmax_scale(), q, k, dims.head_dim_qk, &mut *p), (1.0, d_o, v, dims.head_dim_vo, &mut *d_s)]
@@ -267,8 +269,9 @@ fn weights(
             out[kept.end..].fill(0.0);
         }
         for (p, d_s) in p[kept.clone()].iter_mut().zip(&mut d_s[kept.clone()]) {
-            *p = (*p - row.lse).exp();
-            *d_s = *p * (*d_s - row.delta);
+            let (score, slope) = if softcap == 0.0 { (*p, 1.0) } else { capped(softcap, *p) };
+            *p = (score - row.lse).exp();
+            *d_s = *p * (*d_s - row.delta) * slope;
         }
     }
 }

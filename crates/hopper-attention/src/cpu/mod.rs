@@ -13,6 +13,7 @@ mod memory;
 mod quantize;
 mod sequences;
 mod sinks;
+mod softcap;
 mod tasks;
 mod threads;
 mod tile;

@@ -6,6 +6,7 @@ use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
 use super::sinks::{Sunk, without_keys};
+use super::softcap::cap;
 use super::{BLOCK, Blocks, Inputs, Task, load};
 use crate::dtype::Float;
 use crate::error::Result;
@@ -94,6 +95,7 @@ pub(super) fn forward<T: Float>(
         {
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
+            cap(problem.softcap(), &mut scores[kept.clone()]);
             row.step(&mut scores[kept.clone()], sums);
         }
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);

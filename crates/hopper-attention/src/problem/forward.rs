@@ -1,11 +1,11 @@
 //! What a forward pass computes: [`ForwardProblem`], and the builder that checks it.
 
 use std::fmt;
-use std::hash::{Hash, Hasher};
 
 use super::dims::Dims;
 use super::fp8::Fp8;
 use super::packing::{LENGTHS, Packing, batch_of};
+use super::softcap::{self, Scale};
 use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -13,7 +13,8 @@ use crate::mask::Mask;
 use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::{Rows, Scaling};
 
-/// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
+/// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options. With a
+/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask.
 ///
 /// A problem holds numbers and no memory. It is checked when it is built. It does not depend on a device. It implements
 /// `Eq` and `Hash`, so that a program can keep a map from problems to plans.
@@ -32,6 +33,8 @@ pub struct ForwardProblem {
     dims: Dims,
     mask: Mask,
     softmax_scale: Scale,
+    /// The cap of the scores. 0 where there is none.
+    pub(super) softcap: Scale,
     /// The optional operands that were asked for.
     asked_for: SlotSet,
     arch: Option<Arch>,
@@ -43,24 +46,6 @@ pub struct ForwardProblem {
     pub(super) sinks: Option<DType>,
 }
 
-/// A finite factor above 0. Two of them are equal when their bits are.
-#[derive(Clone, Copy, Debug)]
-struct Scale(f32);
-
-impl PartialEq for Scale {
-    fn eq(&self, other: &Self) -> bool {
-        self.0.to_bits() == other.0.to_bits()
-    }
-}
-
-impl Eq for Scale {}
-
-impl Hash for Scale {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.to_bits().hash(state);
-    }
-}
-
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
 #[derive(Clone, Debug)]
 #[must_use]
@@ -69,6 +54,8 @@ pub struct ForwardProblemBuilder {
     dims: Dims,
     mask: Mask,
     softmax_scale: Option<f32>,
+    /// The cap of the scores, not yet checked. 0 where there is none.
+    pub(super) softcap: f32,
     asked_for: SlotSet,
     arch: Option<Arch>,
     sm_margin: usize,
@@ -243,15 +230,18 @@ impl ForwardProblemBuilder {
     ///   [`plan`](ForwardProblem::plan): see [`Dims`]);
     /// - `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31;
     /// - the softmax scale is not finite and above 0;
+    /// - the [`softcap`](Self::softcap) is not 0, nor finite, above 0 and in its range;
     /// - an option for e4m3 operands is set for other operands;
     /// - `fill_gaps` or a longest sequence is given for a problem without packed tensors and used lengths;
     /// - an operand was asked for that is not an optional operand of a forward pass.
     ///
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
     /// sinks are not f32 or bf16.
+    ///
+    /// [`Error::Unsupported`]: a softcap with e4m3 operands.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
-        let softmax_scale = self.softmax_scale;
+        let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
         let sinks = asked_for.contains(Slot::Sinks).then_some(self.sinks);
         if let Some(got) = sinks.filter(|dtype| !matches!(dtype, DType::F32 | DType::BF16)) {
             return Err(Error::Dtype { what: "sinks", got, allowed: "f32, bf16".into() });
@@ -271,8 +261,21 @@ impl ForwardProblemBuilder {
         asked_for.check_among(&optional)?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
+        let softcap = softcap::checked(softcap, softmax_scale, dtype)?;
         let softmax_scale = Scale(softmax_scale);
-        Ok(ForwardProblem { dtype, dims, mask, softmax_scale, asked_for, arch, sm_margin, packing, fp8, sinks })
+        Ok(ForwardProblem {
+            dtype,
+            dims,
+            mask,
+            softmax_scale,
+            softcap,
+            asked_for,
+            arch,
+            sm_margin,
+            packing,
+            fp8,
+            sinks,
+        })
     }
 }
 
@@ -284,6 +287,7 @@ impl ForwardProblem {
             dims,
             mask: Mask::Full,
             softmax_scale: None,
+            softcap: 0.0,
             asked_for: SlotSet::default(),
             arch: None,
             sm_margin: 0,
@@ -302,6 +306,7 @@ impl ForwardProblem {
             dims: self.dims,
             mask: self.mask,
             softmax_scale: Some(self.softmax_scale.0),
+            softcap: self.softcap.0,
             asked_for: self.asked_for,
             arch: self.arch,
             sm_margin: self.sm_margin,
@@ -497,7 +502,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -508,7 +513,8 @@ impl ForwardProblem {
             d.heads_kv,
             d.head_dim_qk,
             d.head_dim_vo,
-            self.mask
+            self.mask,
+            self.softcap_text()
         )
     }
 }

@@ -9,6 +9,7 @@ mod fp8;
 mod packing;
 mod quantize;
 mod sinks;
+mod softcap;
 
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
 pub use dims::Dims;

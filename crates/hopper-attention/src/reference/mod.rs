@@ -44,6 +44,7 @@ mod product;
 mod rounding;
 #[cfg(test)]
 pub(crate) mod sample;
+mod softcap;
 mod tensor;
 pub mod tolerance;
 mod work;

@@ -6,6 +6,7 @@ mod backward;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
 use super::rounding::{ROUNDING, unit_roundoff};
+use super::softcap::Softcap;
 use super::work::{ORACLE_UNITS, Work};
 use super::{Modifiers, Tensor, check_inputs, each_row, each_tile, gather};
 use crate::dtype::DType;
@@ -42,7 +43,8 @@ pub struct Oracle {
 /// The sizes of rounding errors in the results of one query (a row). The tolerance makes its floor of them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowScale {
-    /// The size of the terms of the scores: `softmax_scale * |q| * sum over keys of p * |k|`.
+    /// The size of the terms of the scores: `softmax_scale * |q| * sum over keys of p * |k|`. With a softcap each term is
+    /// multiplied by the cap's derivative, `1 - tanh^2`, which is what is left of a score's error.
     ///
     /// It is an upper bound for the sum of the magnitudes that are added up for a score, averaged over keys by weight. A unit
     /// roundoff times this number is the size of a score's error.
@@ -62,6 +64,10 @@ pub struct RowScale {
     pub keys: usize,
     /// The size of the sink, times its weight. An error of the sink, as that of a score, has so much of a part in the row.
     pub sink: f64,
+    /// The share of the weights that keys have, from 0 to 1. The sink has the rest.
+    pub share: f64,
+    /// The softcap, if a key is kept, or 0: the size of the errors that tanh makes.
+    pub cap: f64,
 }
 
 /// Keys whose scores differ by a unit roundoff divided by this number are rounded alike.
@@ -275,11 +281,13 @@ impl Exact<'_> {
         let mut centred = vec![0.0; o.len()];
         let mut lost = vec![0.0; o.len()];
         let (mut key_norm, mut along_squares, mut along_centred) = (0.0, 0.0, 0.0);
-        for (&column, weight) in soft.columns.iter().zip(&soft.weights) {
+        let (softcap, size) = (Softcap::of(self.problem), f64::from(self.problem.softmax_scale()) * norm(q_row));
+        for (i, (&column, weight)) in soft.columns.iter().zip(&soft.weights).enumerate() {
             let mut of_key = p[column];
-            // A key of weight 0 may be infinite.
-            if of_key != 0.0 {
-                key_norm += of_key * k_norms[column];
+            // A key of weight 0 may be infinite. So may one whose score is at the cap.
+            let part = of_key * softcap.steepest(soft.uncapped(i), size * k_norms[column]);
+            if part != 0.0 {
+                key_norm += part * k_norms[column];
             }
             if self.problem.dtype() == DType::E4M3 {
                 let v_row = self.v.row(batch, keys.first + column, head_kv);
@@ -296,12 +304,14 @@ impl Exact<'_> {
             p[column] = of_key * of_key;
         }
         let scale = RowScale {
-            score: f64::from(self.problem.softmax_scale()) * norm(q_row) * key_norm,
+            score: size * key_norm,
             along: f64::max(along_squares, along_centred).sqrt(),
             alike: alike(roundoff, &soft.scores, &soft.weights),
             row_max: soft.max,
             keys: soft.columns.len(),
             sink: soft.sink_size,
+            share: soft.weights.iter().sum::<f64>() / soft.sum,
+            cap: softcap.cap,
         };
         Row { o, weighted: centred, lost, lse: soft.lse, scale }
     }
@@ -312,6 +322,8 @@ struct Soft {
     /// The kept keys, as columns of the tile.
     columns: Vec<usize>,
     scores: Vec<f64>,
+    /// The scores before the cap. Empty where there is none.
+    before_cap: Vec<f64>,
     weights: Vec<f64>,
     max: f64,
     /// The sum of the weights, and of that of the sink. The weights are relative to the maximum, if a score is above -inf. If all
@@ -325,12 +337,17 @@ struct Soft {
 impl Soft {
     fn new(problem: &ForwardProblem, columns: Vec<usize>, products: &[f64], sink: f64) -> Self {
         let softmax_scale = f64::from(problem.softmax_scale());
-        let scores: Vec<f64> = columns.iter().map(|&column| softmax_scale * products[column]).collect();
+        let mut scores: Vec<f64> = columns.iter().map(|&column| softmax_scale * products[column]).collect();
+        let (softcap, mut before_cap) = (Softcap::of(problem), Vec::new());
+        if softcap.cap != 0.0 {
+            before_cap.clone_from(&scores);
+            scores.iter_mut().for_each(|score| *score = softcap.score(*score));
+        }
         // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
             let sink_size = if sink.is_finite() { sink.abs() } else { 0.0 };
-            return Self { columns, scores, weights: vec![], max, sum: 0.0, lse: sink, sink_size };
+            return Self { columns, scores, before_cap, weights: vec![], max, sum: 0.0, lse: sink, sink_size };
         }
         let shift = if max == f64::NEG_INFINITY { 0.0 } else { max };
         let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
@@ -341,7 +358,12 @@ impl Soft {
         let (a, b) = (shift + of_keys.ln(), sink);
         let lse = if b > a { b + (a - b).exp().ln_1p() } else { a + (b - a).exp().ln_1p() };
         let sink_size = if sink.is_finite() { sink.abs() * (sink - lse).exp() } else { 0.0 };
-        Self { columns, scores, weights, max, sum, lse, sink_size }
+        Self { columns, scores, before_cap, weights, max, sum, lse, sink_size }
+    }
+
+    /// The score of the kept key number `i` without the cap.
+    fn uncapped(&self, i: usize) -> f64 {
+        *self.before_cap.get(i).unwrap_or(&self.scores[i])
     }
 }
 

@@ -26,7 +26,7 @@ pub struct Plain {
 
 /// Computes the forward pass in the problem's precision, one query at a time:
 ///
-/// 1. scores: products of the inputs, accumulated in f32;
+/// 1. scores: products of the inputs, accumulated in f32, times the softmax scale; with a cap `c` then `c * tanh(score / c)`;
 /// 2. `p = exp(score - row_max)` and its sum, in f32;
 /// 3. `p` rounded to the input type; products with V, accumulated in f32;
 /// 4. divided by the sum, and rounded to the output type. (The sum has the weight of the sink, where there are sinks.)
@@ -188,8 +188,8 @@ fn row(
 
     let keys: Vec<usize> =
         (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv)).collect();
-    let scores: Vec<f32> =
-        keys.iter().map(|&key| problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv))).collect();
+    let score = |&key: &usize| capped(problem, problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv))).0;
+    let scores: Vec<f32> = keys.iter().map(score).collect();
 
     let mut o = vec![0.0_f32; dims.head_dim_vo];
     let row_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -216,6 +216,16 @@ fn row(
         *o = rounded(rounding.output, *o * own / total);
     }
     (o, both + total.ln())
+}
+
+/// A score after the cap, if there is one, and the derivative of the cap.
+fn capped(problem: &ForwardProblem, score: f32) -> (f32, f32) {
+    let cap = problem.softcap();
+    if cap == 0.0 {
+        return (score, 1.0);
+    }
+    let t = (score / cap).tanh();
+    (cap * t, 1.0 - t * t)
 }
 
 /// A dot product in eight partial sums, so that the compiler may use vectors.

@@ -79,9 +79,24 @@
 //! - The `max` has the magnitudes of the products that are summed for a score, not of their sum. A tensor core truncates while
 //!   it sums, so its error is a few units of these magnitudes.
 //! - A sink `s` is a score of f32. Its error has a part of `p |s|`, where `p` is the weight of the sink: `4 * 2^-24 * p |s|` is
-//!   added to the `max`, and as much as an error of the scores in the floor of the output.
+//!   added to the `max`, and as much as an error of the scores in the floor of the output. In that floor `sum p |k|` is divided by
+//!   `sum p`: with a sink this is less than 1, and what is left of a row has the relative error of its scores all the same.
 //! - The ulps are those of the two terms that the LSE is the sum of: the row maximum, and the logarithm of the row sum. They
 //!   cover the errors of the hardware's exp2 and log2 (2^-22 each).
+//!
+//! # Scores with a cap
+//!
+//! With a [`softcap`](crate::ForwardProblemBuilder::softcap) `c` let `t = tanh(|scale| q k / c)`, so that a score is `c t`.
+//!
+//! - An error of `q k` is multiplied by the slope `1 - t^2`. So `|k|` in the lines above is `(1 - t^2) |k|`, here and in the
+//!   gradients. (The slope is taken where it is the largest within the error of the score. So a score that only an error brought
+//!   to the cap is not taken as exact.)
+//! - tanh has an error of its own: `4 * 2^-24` in absolute terms, which is what `1 - 2 / (1 + exp(2 y))` has in f32. So
+//!   `4 * 2^-24 * c` is added to the error of the scores: in the floor of the output, in the `max` of the LSE, and in `s` of the
+//!   gradients.
+//! - The gradient of a score is multiplied by `1 - t^2`: `dS = p (dP - delta) (1 - t^2)`. So `n(delta)` and the error of dP are,
+//!   too. The slope has an error of `n(1 - t^2) = 2 |t| 4 * 2^-24 (1 + (1 - t^2) |scale| |q| |k| / c) + 2^-24`, which adds
+//!   `p |dP - delta| n(1 - t^2)` to `n(dS)`.
 //!
 //! # The gradients
 //!
@@ -385,7 +400,9 @@ impl Expected {
             let (exact, weighted) =
                 (self.oracle.o.row(batch, query, head), self.oracle.weighted.row(batch, query, head));
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
-            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * scale.score + U32 * scale.sink);
+            // What the sink leaves of a row has the relative error of the keys' scores, however little it is.
+            let score = if scale.share > 0.0 { scale.score / scale.share } else { scale.score };
+            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap));
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let deviation = |of_p: f64, exact: f64| {
@@ -428,7 +445,8 @@ impl Expected {
             // A query without keys has LSE -inf, or its sink. It must match exactly, and must not widen the bound on the
             // tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
-            let floor = SCORE_ROUNDOFFS * (self.lse_roundoff * scale.score + U32 * scale.sink) + self.lse_least;
+            let of_scores = self.lse_roundoff * scale.score + U32 * (scale.sink + scale.cap);
+            let floor = SCORE_ROUNDOFFS * of_scores + self.lse_least;
             let ulp = if scale.keys == 0 { 0.0 } else { 2.0 * U32 * magnitude.max(1.0) };
             tally.row(&Row {
                 at: [batch, query, head],

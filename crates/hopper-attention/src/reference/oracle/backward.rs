@@ -6,6 +6,7 @@ use std::f64::consts::SQRT_2;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
+use super::super::softcap::Softcap;
 use super::super::work::{ORACLE_KEY_UNITS, ORACLE_QUERY_UNITS, Work};
 use super::super::{Modifiers, Tensor, check_backward_inputs, each_tile, gather};
 use super::{Soft, alike, dot, norm, norms};
@@ -308,7 +309,7 @@ impl Exact<'_> {
         let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| self.keep(query, key)));
         let pairs = queries.count * keys.count;
 
-        let [mut scores, mut d_p, mut p] = [(); 3].map(|()| vec![0.0; pairs]);
+        let [mut scores, mut d_p, mut p, mut flat] = [(); 4].map(|()| vec![0.0; pairs]);
         let mut kept = vec![false; pairs];
         let transposed = |tensor| Matrix::of(tensor, batch, head_kv, keys).transposed();
         product(Matrix::of(self.q, batch, head, queries), transposed(self.k), 0.0, &mut scores);
@@ -332,14 +333,19 @@ impl Exact<'_> {
             }
         }
 
+        // What delta has to do with a score's gradient: P, and the derivative of the cap.
+        for (at, flat) in flat.iter_mut().enumerate().filter(|(at, _)| kept[*at]) {
+            *flat = p[at] * self.softcap().slope(self.scale() * scores[at]);
+        }
         let mut mean_key = vec![0.0; queries.count * dims.head_dim_qk];
-        of_k.values.add_weighted(place, keys, &p, &kept, &mut mean_key);
+        of_k.values.add_weighted(place, keys, &flat, &kept, &mut mean_key);
         // dS takes the place of the scores, and its squared noise that of P.
         for (i, (row, ..)) in rows.iter().enumerate() {
             for column in 0..keys.count {
                 let at = i * keys.count + column;
                 if kept[at] {
-                    let pair = self.pair(row, self.token(batch, head_kv, keys.first + column), p[at], d_p[at]);
+                    let pair =
+                        self.pair(row, self.token(batch, head_kv, keys.first + column), scores[at], p[at], d_p[at]);
                     scores[at] = self.scale() * pair.d_s;
                     p[at] = (self.scale() * pair.d_s_noise).powi(2);
                 } else {
@@ -372,7 +378,7 @@ impl Exact<'_> {
     }
 
     /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept. The scores are the products of
-    /// Q and K. The last result is the mean norm of the keys.
+    /// Q and K. The last result is the mean norm of the keys, each times what the cap leaves of its score's error.
     fn query(
         &self,
         [batch, head]: [usize; 2],
@@ -406,7 +412,8 @@ impl Exact<'_> {
         let mut key_norm = 0.0;
         for (&column, score) in soft.columns.iter().zip(&soft.scores) {
             (kept[column], p[column]) = (true, (score - row.lse).exp());
-            key_norm += p[column] * self.k_norms[self.token(batch, head_kv, keys.first + column)];
+            let token = self.token(batch, head_kv, keys.first + column);
+            key_norm += p[column] * self.error_norm(&row, token, scores[column]);
         }
         sum.terms = soft.columns.len();
         (row, sum, key_norm)
@@ -476,7 +483,7 @@ impl Exact<'_> {
         let group = self.problem.forward().group_size();
         let queries = Tokens::of(dims.seqlen_q, |query| keys.iter().any(|key| self.keep(query, key)));
         let pairs = keys.count * queries.count;
-        let [mut scores, mut d_p, mut noise, mut of_delta] = [(); 4].map(|()| vec![0.0; pairs]);
+        let [mut scores, mut d_p, mut noise, mut of_delta, mut p_noise] = [(); 5].map(|()| vec![0.0; pairs]);
         let mut kept = vec![false; pairs];
         let mut d_k = Terms::new(keys.count, dims.head_dim_qk);
         let mut d_v = Terms::new(keys.count, dims.head_dim_vo);
@@ -500,39 +507,37 @@ impl Exact<'_> {
                         (scores[at], d_p[at], noise[at], of_delta[at]) = (0.0, 0.0, 0.0, 0.0);
                         continue;
                     }
-                    let p = (self.scale() * scores[at] - row.lse).exp();
-                    let pair = self.pair(row, token, p, d_p[at]);
+                    let score = self.scale() * scores[at];
+                    let p = (self.softcap().score(score) - row.lse).exp();
+                    let error_norm = self.error_norm(row, token, scores[at]);
+                    let pair = self.pair(row, token, scores[at], p, d_p[at]);
+                    p_noise[at] = self.p_noise(row, error_norm, p);
                     // P, dS, the squared noise of dS and the error of delta.
                     (scores[at], d_p[at]) = (p, self.scale() * pair.d_s);
-                    let delta_noise = p * row.delta_noise;
+                    let flat = p * self.softcap().slope(score);
+                    let delta_noise = flat * row.delta_noise;
                     let squares = pair.d_s_noise * pair.d_s_noise + delta_noise * delta_noise;
                     // Of infinity and NaN `hypot` makes infinity.
                     let squares = if squares.is_nan() { pair.d_s_noise.hypot(delta_noise) } else { squares };
                     noise[at] = self.scale().powi(2) * squares;
-                    of_delta[at] = self.scale() * p * row.delta_alike;
+                    of_delta[at] = self.scale() * flat * row.delta_alike;
                     *terms += 1;
                     *weight += p;
-                    *alike += p * row.alike.max(self.score_noise(row, self.k_norms[token]));
+                    *alike += p * row.alike.max(self.score_noise(row, error_norm));
                 }
             }
             of_q.values.add_weighted(place, queries, &d_p, &kept, &mut d_k.values);
             of_q.squares.add_weighted(place, queries, &noise, &kept, &mut d_k_noise);
             magnitudes.add_weighted(place, queries, &of_delta, &kept, &mut d_k_of_delta);
             of_d_o.values.add_weighted(place, queries, &scores, &kept, &mut d_v.values);
-            // The squares of dS, of P, and of the noise of P, which needs the row only for the error of its score.
+            // The squares of dS, of P, and of the noise of P.
             d_p.iter_mut().for_each(|d_s| *d_s *= *d_s);
             of_q.squares.add_weighted(place, queries, &d_p, &kept, &mut d_k.squares);
-            for (i, key) in keys.iter().enumerate() {
-                let k_norm = self.k_norms[self.token(batch, head_kv, key)];
-                for (column, row) in rows.iter().enumerate() {
-                    let at = i * queries.count + column;
-                    if kept[at] {
-                        noise[at] = self.p_noise(row, k_norm, scores[at]).powi(2);
-                        scores[at] *= scores[at];
-                    }
-                }
+            for at in (0..pairs).filter(|&at| kept[at]) {
+                p_noise[at] = p_noise[at].powi(2);
+                scores[at] *= scores[at];
             }
-            of_d_o.squares.add_weighted(place, queries, &noise, &kept, &mut d_v_noise);
+            of_d_o.squares.add_weighted(place, queries, &p_noise, &kept, &mut d_v_noise);
             of_d_o.squares.add_weighted(place, queries, &scores, &kept, &mut d_v.squares);
         }
 
@@ -551,24 +556,29 @@ impl Exact<'_> {
         weights.iter().enumerate().map(of_key).collect()
     }
 
-    /// The pair of a query and a key. `token` is the key's index in the norms.
-    fn pair(&self, row: &Row, token: usize, p: f64, d_p: f64) -> Pair {
-        let d_s = p * (d_p - row.delta);
-        let (roundoff, of_score) = (unit_roundoff(self.problem.dtype()), self.score_noise(row, self.k_norms[token]));
+    /// The pair of a query and a key. `token` is the key's index in the norms, `product` that of Q and K.
+    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, d_p: f64) -> Pair {
+        let (softcap, score) = (self.softcap(), self.scale() * product);
+        let slope = softcap.slope(score);
+        let d_s = p * (d_p - row.delta) * slope;
+        let of_score = self.score_noise(row, self.error_norm(row, token, product));
+        let roundoff = unit_roundoff(self.problem.dtype());
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
+        let slope_noise = softcap.slope_noise(score, self.scale() * row.q_norm * self.k_norms[token]);
         Pair {
             d_s,
             // A kernel may round P before it makes dS of it.
             d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
-                + p * d_p_noise
+                + p * slope * d_p_noise
+                + p * slope_noise * (d_p - row.delta).abs()
                 + self.least()
                 + self.flushed() * (d_p - row.delta).abs(),
         }
     }
 
     /// The noise of a probability: `n(p)` in the tolerance.
-    fn p_noise(&self, row: &Row, k_norm: f64, p: f64) -> f64 {
-        (unit_roundoff(self.problem.dtype()) + self.score_noise(row, k_norm)) * p + self.least()
+    fn p_noise(&self, row: &Row, error_norm: f64, p: f64) -> f64 {
+        (unit_roundoff(self.problem.dtype()) + self.score_noise(row, error_norm)) * p + self.least()
     }
 
     /// The error of numbers near 0: `t` in the tolerance.
@@ -585,10 +595,20 @@ impl Exact<'_> {
     }
 
     /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the
-    /// gradients.
-    fn score_noise(&self, row: &Row, k_norm: f64) -> f64 {
+    /// gradients. `error_norm` is that of the key.
+    fn score_noise(&self, row: &Row, error_norm: f64) -> f64 {
         let lse = if row.lse.is_finite() { row.lse.abs() } else { 0.0 };
-        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + lse.max(1.0))
+        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * error_norm + lse.max(1.0) + self.softcap().cap)
+    }
+
+    /// The norm of a key, times what the cap leaves of the error of its score.
+    fn error_norm(&self, row: &Row, token: usize, product: f64) -> f64 {
+        let norm = self.k_norms[token];
+        norm * self.softcap().steepest(self.scale() * product, self.scale() * row.q_norm * norm)
+    }
+
+    fn softcap(&self) -> Softcap {
+        Softcap::of(self.problem.forward())
     }
 
     fn scale(&self) -> f64 {

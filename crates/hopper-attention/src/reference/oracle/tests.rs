@@ -50,6 +50,7 @@ fn compare_forward(problem: &ForwardProblem, [q, k, v]: &[Tensor; 3]) {
             ("along", got.along, want.along),
             ("row_max", got.row_max, want.row_max),
             ("alike", got.alike, want.alike),
+            ("cap", got.cap, want.cap),
         ] {
             near(what, got, want, 1.0);
         }
@@ -98,6 +99,26 @@ fn tiles_give_what_rows_give() {
         let problem = problem(DType::BF16, mask);
         let problem = BackwardProblem::builder(&problem).d_lse(true).build().unwrap();
         compare_backward(&problem, &Given::normal(&problem, seed as u64));
+    }
+}
+
+/// Scores that a cap hardly bends, bends, and cuts off; and elements that are not finite.
+#[test]
+fn also_with_a_cap() {
+    for (seed, mask) in MASKS.into_iter().enumerate() {
+        for (dtype, cap, deviation) in
+            [(DType::BF16, 50.0, 1.0), (DType::F32, 1.0, 1.0), (DType::F16, 15.0, 30.0), (DType::BF16, 0.125, 9.0)]
+        {
+            let problem = problem(dtype, mask).to_builder().softcap(cap).build().unwrap();
+            let backward = BackwardProblem::builder(&problem).d_lse(true).build().unwrap();
+            let mut given = Given::normal(&backward, seed as u64);
+            given.k = normal(dtype, problem.k_shape(), deviation, 2);
+            compare_forward(&problem, &[given.q.clone(), given.k.clone(), given.v.clone()]);
+            compare_backward(&backward, &given);
+            let length = given.k.data().len();
+            given.k.data_mut()[(length / 3 + 7 * seed) % length] = [f64::INFINITY, f64::NEG_INFINITY][seed % 2];
+            compare_forward(&problem, &[given.q.clone(), given.k.clone(), given.v.clone()]);
+        }
     }
 }
 

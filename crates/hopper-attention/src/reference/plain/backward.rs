@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
-use super::{Narrow, dot, rounding, widen};
+use super::{Narrow, capped, dot, rounding, widen};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 use crate::sequences::Lengths;
@@ -28,7 +28,8 @@ pub struct BackwardPlain {
 ///
 /// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
 /// 2. scores and dP: products of the inputs, accumulated in f32;
-/// 3. `P = exp(score - LSE)` and `dS = P * (dP - delta)` in f32, then rounded to the input type;
+/// 3. `P = exp(score - LSE)` and `dS = P * (dP - delta)` in f32, then rounded to the input type; with a cap scores are capped, and
+///    dS is multiplied by `1 - tanh^2` before it is rounded;
 /// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type;
 /// 5. dSink of a head: the sum over rows of `-exp(sink - LSE) * delta`, in f32.
 ///
@@ -242,9 +243,10 @@ impl Backward<'_> {
         }
         let scale = self.problem.softmax_scale();
         let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
+        let (score, slope) = capped(self.problem.forward(), score);
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
         let p = (score - row.lse).exp();
-        Some(((self.round)(p), (self.round)(p * (d_p - row.delta))))
+        Some(((self.round)(p), (self.round)(p * (d_p - row.delta) * slope)))
     }
 
     fn finished(&self, sums: Vec<f32>, scale: f32) -> Vec<f32> {

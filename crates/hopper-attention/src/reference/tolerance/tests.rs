@@ -20,7 +20,27 @@ fn problem(dtype: DType, dims: Dims, mask: Mask) -> ForwardProblem {
 /// A tensor-core kernel in scalar code: blocks of keys, exp2 with the scale folded in, P rounded while it is relative to the
 /// running maximum, and scores accumulated 16 products at a time with truncation.
 fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: usize) -> (Tensor, Vec<f64>) {
+    kernel_with(problem, [q, k, v], tile_n, exact_tanh)
+}
+
+/// tanh of an exponential in f32: its absolute error is some 2^-24.
+fn exact_tanh(y: f32) -> f32 {
+    1.0 - 2.0 / (1.0 + (2.0 * std::f32::consts::LOG2_E * y).exp2())
+}
+
+/// As [`kernel`], with this tanh where scores are capped.
+fn kernel_with(
+    problem: &ForwardProblem,
+    [q, k, v]: [&Tensor; 3],
+    tile_n: usize,
+    tanh: fn(f32) -> f32,
+) -> (Tensor, Vec<f64>) {
     let d = problem.dims();
+    // A score without the softmax scale.
+    let capped = |score: f32| match problem.softcap() {
+        0.0 => score,
+        cap => cap / problem.softmax_scale() * tanh(score * (problem.softmax_scale() / cap)),
+    };
     let scale_log2 = problem.softmax_scale() * std::f32::consts::LOG2_E;
     let (mut o, mut lse) = (Tensor::zeros(problem.o_shape()), Vec::new());
     for row in 0..d.batch * d.heads_q * d.seqlen_q {
@@ -39,6 +59,7 @@ fn kernel(problem: &ForwardProblem, q: &Tensor, k: &Tensor, v: &Tensor, tile_n: 
                         truncate(f64::from(sum) + q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>())
                     })
                 })
+                .map(capped)
                 .collect();
             let new_max = scores.iter().copied().fold(max, f32::max);
             if new_max == f32::NEG_INFINITY {
@@ -106,6 +127,31 @@ fn honest_kernels_pass_and_are_not_far_from_the_bound() {
     }
     // If correct results were never near the bound, the tolerance would be too wide.
     assert!(worst > 0.25, "{worst}");
+}
+
+/// A tanh that is exact to f32 passes, with scores that a cap hardly bends, bends and cuts off. One of 11 bits, as a GPU's
+/// fast instruction has, does not: an LSE with its errors is no LSE to merge parts by.
+#[test]
+fn capped_scores_need_an_exact_tanh() {
+    let of_11_bits = |y: f32| f32::from_bits(y.tanh().to_bits() & !0x1fff);
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for (i, mask) in masks().into_iter().enumerate() {
+            for (cap, deviation) in [(1.0, 1.0), (15.0, 2.0), (50.0, 1.0), (50.0, 9.0)] {
+                let problem = problem(dtype, DIMS, mask).to_builder().softcap(cap).build().unwrap();
+                let [q, k, v] = [1, 2, 3].map(|seed| {
+                    let shape = [problem.q_shape(), problem.k_shape(), problem.v_shape()][seed as usize - 1];
+                    normal(dtype, shape, if seed == 3 { 1.0 } else { deviation }, seed + 10 * i as u64)
+                });
+                let expected = Expected::new(&problem, &q, &k, &v).unwrap();
+                let passed = |tanh| {
+                    let (o, lse) = kernel_with(&problem, [&q, &k, &v], 64, tanh);
+                    expected.check(&o, Some(&lse)).unwrap()
+                };
+                assert!(passed(exact_tanh).passed(), "{problem} {deviation}: {}", passed(exact_tanh));
+                assert!(!passed(of_11_bits).passed(), "{problem} {deviation}: {}", passed(of_11_bits));
+            }
+        }
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::f64::consts::SQRT_2;
 
 use super::super::super::Tensor;
 use super::super::super::rounding::{ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
+use super::super::super::softcap::Softcap;
 use super::super::{E4M3_LEAST, RowScale, alike, dot, finite_dot, norm, norms};
 use crate::dtype::DType;
 use crate::problem::{BackwardProblem, ForwardProblem};
@@ -32,7 +33,9 @@ pub(super) fn row(
 
     let keys: Vec<usize> =
         (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv)).collect();
-    let scores: Vec<f64> = keys.iter().map(|&key| softmax_scale * dot(q_row, k.row(batch, key, head_kv))).collect();
+    let uncapped = |key: usize| softmax_scale * dot(q_row, k.row(batch, key, head_kv));
+    let softcap = Softcap::of(problem);
+    let scores: Vec<f64> = keys.iter().map(|&key| capped(problem.softcap(), uncapped(key))).collect();
 
     let mut o = vec![0.0; dims.head_dim_vo];
     // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
@@ -50,7 +53,9 @@ pub(super) fn row(
         o.iter_mut().zip(v_row).for_each(|(o, v)| *o += p * v);
         // A key of weight 0 may be infinite.
         if p != 0.0 {
-            key_norm += p * dot(k_row, k_row).sqrt();
+            let norm = dot(k_row, k_row).sqrt();
+            let left = softcap.steepest(uncapped(key), softmax_scale * dot(q_row, q_row).sqrt() * norm);
+            key_norm += if left == 0.0 { 0.0 } else { p * left * norm };
         }
     }
 
@@ -81,8 +86,16 @@ pub(super) fn row(
         row_max,
         keys: keys.len(),
         sink: 0.0,
+        share: 1.0,
+        cap: f64::from(problem.softcap()),
     };
     Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
+}
+
+/// A score with a cap, if there is one.
+fn capped(cap: f32, score: f64) -> f64 {
+    let cap = f64::from(cap);
+    if cap == 0.0 { score } else { cap * (score / cap).tanh() }
 }
 
 /// The variance of a row's errors, if each weight has an independent error with a relative standard deviation of 1.
@@ -153,6 +166,8 @@ struct OfRow {
 /// One query and one key that the query keeps. The noise is `n(p)` and `n(dS)` in the tolerance.
 struct Pair {
     p: f64,
+    /// P times the derivative of the cap.
+    flat: f64,
     d_s: f64,
     p_noise: f64,
     d_s_noise: f64,
@@ -177,7 +192,9 @@ impl Exact<'_> {
         let mut sum = Sum::new(dims.head_dim_qk);
 
         let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| self.keep(query, key)).collect();
-        let scores: Vec<f64> = keys.iter().map(|&key| self.score(batch, head, query, key)).collect();
+        let cap = self.problem.forward().softcap();
+        let uncapped: Vec<f64> = keys.iter().map(|&key| self.score(batch, head, query, key)).collect();
+        let scores: Vec<f64> = uncapped.iter().map(|&score| capped(cap, score)).collect();
         // `f64::max` ignores a NaN. The sum below is then NaN.
         let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if row_max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
@@ -195,7 +212,7 @@ impl Exact<'_> {
         for (&key, score) in keys.iter().zip(&scores) {
             let p = (score - row.lse).exp();
             o.add(p, self.v.row(batch, key, head_kv));
-            key_norm += p * self.k_norms[self.token(batch, head_kv, key)];
+            key_norm += p * self.error_norm(&row, batch, head, query, key);
         }
         // Not the sum of p * dP: where dO is infinite, dP is infinite of both signs.
         row.delta = dot(d_o_row, &o.values);
@@ -212,12 +229,12 @@ impl Exact<'_> {
             + SCORE_ROUNDOFFS * U32 * (d_o_norm * norm(&o.values) + d_lse.abs());
 
         let mut mean_key = vec![0.0; dims.head_dim_qk];
-        for ((&key, &score), &d_p) in keys.iter().zip(&scores).zip(&d_p) {
+        for ((&key, &score), &d_p) in keys.iter().zip(&uncapped).zip(&d_p) {
             let pair = self.pair(&row, self.token(batch, head_kv, key), score, d_p);
             let k_row = self.k.row(batch, key, head_kv);
             sum.add(self.scale() * pair.d_s, k_row);
             sum.add_noise(self.scale() * pair.d_s_noise, k_row);
-            mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.p * k);
+            mean_key.iter_mut().zip(k_row).for_each(|(mean, k)| *mean += pair.flat * k);
         }
         sum.alike = row.alike.max(self.score_noise(&row, key_norm));
         // All keys of the row share the one error of delta, so it does not average out over the keys.
@@ -243,11 +260,12 @@ impl Exact<'_> {
                 let token = self.token(batch, head_kv, key);
                 let pair = self.pair(row, token, self.score(batch, head, query, key), d_p);
                 d_k.add(self.scale() * pair.d_s, q_row);
-                d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.p * row.delta_noise), q_row);
-                d_k.add_of_delta(self.scale() * pair.p * row.delta_alike, q_row);
+                d_k.add_noise(self.scale() * pair.d_s_noise.hypot(pair.flat * row.delta_noise), q_row);
+                d_k.add_of_delta(self.scale() * pair.flat * row.delta_alike, q_row);
                 d_v.add(pair.p, d_o_row);
                 d_v.add_noise(pair.p_noise, d_o_row);
-                d_v.alike += pair.p * row.alike.max(self.score_noise(row, self.k_norms[token]));
+                let of_score = self.score_noise(row, self.error_norm(row, batch, head, query, key));
+                d_v.alike += pair.p * row.alike.max(of_score);
                 weight += pair.p;
             }
         }
@@ -257,20 +275,26 @@ impl Exact<'_> {
         (d_k, d_v)
     }
 
-    /// The pair of a query and a key. `token` is the key's index in the norms.
+    /// The pair of a query and a key. `token` is the key's index in the norms. The score is without the cap.
     fn pair(&self, row: &OfRow, token: usize, score: f64, d_p: f64) -> Pair {
-        let p = (score - row.lse).exp();
-        let d_s = p * (d_p - row.delta);
+        let softcap = Softcap::of(self.problem.forward());
+        let p = (capped(self.problem.forward().softcap(), score) - row.lse).exp();
+        let slope = if softcap.cap == 0.0 { 1.0 } else { 1.0 - (score / softcap.cap).tanh().powi(2) };
+        let d_s = p * (d_p - row.delta) * slope;
         let dtype = self.problem.dtype();
-        let (roundoff, of_score) = (unit_roundoff(dtype), self.score_noise(row, self.k_norms[token]));
+        let size = self.scale() * row.q_norm * self.k_norms[token];
+        let error_norm = self.k_norms[token] * softcap.steepest(score, size);
+        let (roundoff, of_score) = (unit_roundoff(dtype), self.score_noise(row, error_norm));
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         Pair {
             p,
+            flat: p * slope,
             d_s,
             p_noise: (roundoff + of_score) * p + half_subnormal(dtype),
             // A kernel may round P before it makes dS of it.
             d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
-                + p * d_p_noise
+                + p * slope * d_p_noise
+                + p * softcap.slope_noise(score, size) * (d_p - row.delta).abs()
                 + half_subnormal(dtype)
                 + SMALLEST_NORMAL * (d_p - row.delta).abs(),
         }
@@ -278,8 +302,16 @@ impl Exact<'_> {
 
     /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of
     /// the gradients.
-    fn score_noise(&self, row: &OfRow, k_norm: f64) -> f64 {
-        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * k_norm + row.lse.abs().max(1.0))
+    fn score_noise(&self, row: &OfRow, error_norm: f64) -> f64 {
+        let cap = f64::from(self.problem.forward().softcap());
+        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * error_norm + row.lse.abs().max(1.0) + cap)
+    }
+
+    /// The norm of a key, times what the cap leaves of the error of its score.
+    fn error_norm(&self, row: &OfRow, batch: usize, head: usize, query: usize, key: usize) -> f64 {
+        let norm = self.k_norms[self.token(batch, head / self.problem.forward().group_size(), key)];
+        let softcap = Softcap::of(self.problem.forward());
+        norm * softcap.steepest(self.score(batch, head, query, key), self.scale() * row.q_norm * norm)
     }
 
     fn scale(&self) -> f64 {

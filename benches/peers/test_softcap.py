@@ -1,0 +1,119 @@
+"""Tests of points with a cap of the scores: who gets it, who is named as not having one, and what the oracles make of it."""
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from unittest import mock
+
+sys.dont_write_bytecode = True
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+import backward
+import entry
+import sweep
+
+POINT = {"direction": "fwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 16, "causal": True, "seqlen": 12, "batch": 1}
+CAPPED = {**POINT, "softcap": 2}
+# Its forward answers with the cap.
+CAPS = """
+#include "hattn_peer.h"
+int hattn_peer_fwd(hattn_peer_fwd_args const* args) { return (int)args->softcap; }
+char const* hattn_peer_name(void) { return "stub"; }
+"""
+
+
+def library(source, folder):
+    out = os.path.join(folder, "out.so")
+    subprocess.run(["cc", "-I", HERE, "-x", "c", "-", "-o", out, "-shared", "-fPIC"], input=source.encode(), check=True)
+    return entry.Library(out)
+
+
+class Peers(unittest.TestCase):
+    def test_a_library_gets_the_cap_if_it_says_that_it_takes_one(self):
+        tensor = types.SimpleNamespace(data_ptr=lambda: 0, stride=lambda: (3, 2, 1, 1))
+        args = [entry.filled(entry.Args, p, dict.fromkeys("qkvo", tensor), tensor, None) for p in (POINT, CAPPED)]
+        with tempfile.TemporaryDirectory() as folder:
+            own = library(CAPS + "int hattn_peer_caps(void) { return 1; }", folder)
+            self.assertEqual([own.forward(a) for a in args], [0, 2])
+            self.assertIsNone(own.offsets(CAPPED, None))
+        with tempfile.TemporaryDirectory() as folder:
+            other = library(CAPS, folder)
+            self.assertIsNone(other.offsets(POINT, None))
+            with self.assertRaisesRegex(RuntimeError, "unsupported problem: stub exports no hattn_peer_caps"):
+                other.offsets(CAPPED, None)
+
+    def test_packages_get_it_if_their_function_has_it(self):
+        def with_cap(q, k, v, causal=False, softcap=0.0):
+            return causal, softcap
+
+        peer = sweep.Flash("fa4", with_cap, "package", "1")
+        peer.prepare(CAPPED, 1, 2, 3)
+        self.assertEqual(peer.keywords, {"causal": True, "softcap": 2.0})
+        peer.prepare(POINT, 1, 2, 3)
+        self.assertEqual(peer.keywords, {"causal": True})
+        without = sweep.Flash("fa4", lambda q, k, v, causal: None, "package", "1")
+        for x in (without, object.__new__(sweep.Sdpa), object.__new__(sweep.SdpaFlash)):
+            with self.assertRaisesRegex(RuntimeError, f"{entry.STATUS[2]}: .* has no softcap"):
+                x.prepare(CAPPED, 1, 2, 3)
+
+    def test_flex_attention_takes_part_where_there_is_a_cap(self):
+        made = []
+        with mock.patch.object(sweep, "python_peers", lambda torch: {}), mock.patch.object(sweep, "Flex", made.append):
+            for p in (POINT, CAPPED):
+                job = {"ours": [], "peers": [], "python_peers": True, "points": [p]}
+                self.assertEqual(len(sweep.load(job, "torch")[0]), int("softcap" in p))
+        self.assertEqual(made, ["torch"])
+        kept = sweep.Flex.kept(3, None), sweep.Flex.kept(3, 2)
+        self.assertEqual([[key for key in range(9) if keeps(0, 0, 1, key)] for keeps in kept], [[0, 1, 2, 3, 4], [2, 3, 4]])
+
+
+class Oracles(unittest.TestCase):
+    def setUp(self):
+        try:
+            import torch
+        except ImportError as error:
+            self.skipTest(str(error))
+        self.torch = torch
+        torch.manual_seed(1)
+        of = lambda heads: torch.randn(1, 12, heads, 16, dtype=torch.float64, requires_grad=True)
+        self.q, self.k, self.v, self.d_o = of(4), of(2), of(2), of(4).detach()
+
+    def exact(self, p):
+        torch = self.torch
+        q, k, v = (x.transpose(1, 2) for x in (self.q, *(x.repeat_interleave(2, 2) for x in (self.k, self.v))))
+        scores = q @ k.mT / math.sqrt(16)
+        if "softcap" in p:
+            scores = 2 * torch.tanh(scores / 2)
+        keep = torch.ones(12, 12, dtype=torch.bool).tril()
+        return (scores.masked_fill(~keep, -math.inf).softmax(-1) @ v).transpose(1, 2)
+
+    def test_gradients_are_those_of_capped_scores(self):
+        for p in (POINT, CAPPED):
+            want = self.torch.autograd.grad(self.exact(p), (self.q, self.k, self.v), self.d_o)
+            with self.torch.no_grad():
+                made = backward.oracle(p, self.q, self.k, self.v, self.d_o, self.torch)
+            for b, kv, heads, d_q, d_k, d_v in made:
+                for mine, exact in ((d_q, want[0][b, :, heads].transpose(0, 1)), (d_k, want[1][b, :, kv]), (d_v, want[2][b, :, kv])):
+                    self.torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+
+    def test_flex_attention_computes_them(self):
+        flex = object.__new__(sweep.Flex)
+        with contextlib.suppress(ImportError):
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            flex.torch, flex.block_mask, flex.attend = self.torch, create_block_mask, flex_attention
+            with self.torch.no_grad():
+                qkv = [x.float() for x in (self.q, self.k, self.v)]
+                flex.prepare(CAPPED, *qkv)
+                self.torch.testing.assert_close(flex.call().double(), self.exact(CAPPED), rtol=1e-4, atol=1e-5)
+            return
+        self.skipTest("torch has no FlexAttention")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,132 @@
+//! The cap of the scores: its meaning, its range, and floats that a problem holds.
+
+use std::f32::consts::LOG2_E;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+use super::forward::{ForwardProblem, ForwardProblemBuilder};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// A finite number of a problem. Two of them are equal when their bits are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scale(pub f32);
+
+impl PartialEq for Scale {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_bits() == other.0.to_bits()
+    }
+}
+
+impl Eq for Scale {}
+
+impl Hash for Scale {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.to_bits().hash(state);
+    }
+}
+
+/// What a cap may be.
+const ALLOWED: &str =
+    "0 (none), or finite and above 0, with softmax_scale / softcap and softcap * log2(e) normal f32 numbers";
+
+/// The cap as a problem holds it. -0 is 0.
+///
+/// # Errors
+/// [`Error::Value`] for a cap that is out of range, and [`Error::Unsupported`] for one with e4m3 operands.
+pub(super) fn checked(softcap: f32, softmax_scale: f32, dtype: DType) -> Result<Scale> {
+    if softcap == 0.0 {
+        return Ok(Scale(0.0));
+    }
+    let refuse = |got| Err(Error::Value { what: "softcap", got, allowed: ALLOWED.into() });
+    if !(softcap.is_finite() && softcap > 0.0) {
+        return refuse(softcap.to_string());
+    }
+    // Kernels multiply with the ratio. Without a normal one all scores would be 0 or NaN.
+    if !((softmax_scale / softcap).is_normal() && (softcap * LOG2_E).is_normal()) {
+        return refuse(format!("{softcap:e} with softmax_scale {softmax_scale:e}"));
+    }
+    if dtype == DType::E4M3 {
+        let nearest = "bf16, f16 or f32 operands, or no softcap".into();
+        return Err(Error::Unsupported { wanted: format!("softcap {softcap} with e4m3 operands"), nearest });
+    }
+    Ok(Scale(softcap))
+}
+
+impl ForwardProblemBuilder {
+    /// The cap `c` of the scores (default: 0, none). Finite and above 0, or 0.
+    ///
+    /// ```text
+    /// S' = c * tanh(softmax_scale * q . k / c)
+    /// ```
+    ///
+    /// takes the place of `softmax_scale * q . k`. (Gemma 2 has a cap of 50, Grok-1 one of 30.) So scores are between -c and c.
+    ///
+    /// - The cap comes before the mask: a hidden key stays hidden.
+    /// - A product `q . k` that is infinite gives a score of c or -c. A NaN stays one.
+    /// - [`sinks`](Self::sinks) are not capped.
+    /// - A backward pass made from this problem multiplies the gradient of a score by `1 - tanh^2`.
+    /// - A cap far above the scores changes little, and costs accuracy: tanh in f32 is off by some 2^-24, so a score by
+    ///   `c * 2^-22` at most.
+    /// - `softmax_scale / c` and `c * log2(e)` must be normal f32 numbers. e4m3 operands have no cap yet.
+    pub fn softcap(mut self, softcap: f32) -> Self {
+        self.softcap = softcap;
+        self
+    }
+}
+
+impl ForwardProblem {
+    /// The cap of the scores. 0 where there is none.
+    pub fn softcap(&self) -> f32 {
+        self.softcap.0
+    }
+
+    /// Prints the cap, if there is one.
+    pub(super) fn softcap_text(&self) -> impl fmt::Display {
+        if self.softcap.0 == 0.0 { String::new() } else { format!(" softcap {}", self.softcap.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mask::Mask;
+    use crate::problem::{BackwardProblem, Dims};
+
+    fn options() -> ForwardProblemBuilder {
+        ForwardProblem::builder(DType::BF16, Dims::new(2, 5, 6, 16)).mask(Mask::causal())
+    }
+
+    #[test]
+    fn the_cap_is_a_part_of_the_problem() {
+        let problem = options().softcap(50.0).build().unwrap();
+        let text = "forward bf16 batch 2 seqlen 5x5 heads 6/6 head_dim 16/16 causal softcap 50 scale 0.25";
+        assert_eq!((problem.softcap(), problem.to_string()), (50.0, text.into()));
+        assert_eq!(problem.to_builder().build().unwrap(), problem);
+        assert_eq!(problem.of_sequence(3, 2).softcap(), 50.0);
+        let plain = options().build().unwrap();
+        assert_eq!((plain.softcap(), problem.to_builder().softcap(-0.0).build().unwrap()), (0.0, plain.clone()));
+        // Another kernel may be the fastest, so a tuning is of one or the other.
+        assert!(problem.shape() != plain.shape() && problem != options().softcap(30.0).build().unwrap());
+        let backward = BackwardProblem::builder(&problem).build().unwrap();
+        assert_eq!(backward.forward().softcap(), 50.0);
+        assert!(backward.to_string().contains("causal softcap 50 scale 0.25"), "{backward}");
+    }
+
+    #[test]
+    fn what_no_cap_can_be_is_refused_by_name() {
+        let refused = |options: ForwardProblemBuilder| options.build().unwrap_err().to_string();
+        for (cap, got) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf"), (-50.0, "-50")] {
+            assert_eq!(refused(options().softcap(cap)), format!("softcap: {got}; allowed: {ALLOWED}"));
+        }
+        // softmax_scale / softcap overflows, is subnormal; softcap * log2(e) overflows.
+        for (cap, scale) in [(1e-38, 1e3), (1e30, 1e-10), (3e38, 1e3)] {
+            let text = format!("softcap: {cap:e} with softmax_scale {scale:e}; allowed: {ALLOWED}");
+            assert_eq!(refused(options().softcap(cap).softmax_scale(scale)), text);
+        }
+        assert!(options().softcap(1e-30).build().is_ok() && options().softcap(1e30).build().is_ok());
+        let fp8 = ForwardProblem::builder(DType::E4M3, Dims::new(2, 5, 6, 16)).softcap(50.0);
+        let text = "unsupported: softcap 50 with e4m3 operands; nearest: bf16, f16 or f32 operands, or no softcap";
+        assert_eq!(refused(fp8), text);
+    }
+}

@@ -1,0 +1,181 @@
+//! Capped scores on a GPU: every row, dense and packed, both passes, tiles that CTAs share, and what a cap must not change.
+
+use hopper_attention::internal::plan_with_shares;
+use hopper_attention::{
+    BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, MaskClass, Workspace, bf16, f16,
+};
+use hopper_attention_tests::backward;
+use hopper_attention_tests::case::random::{CAPS, capped};
+use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
+use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward};
+use hopper_attention_tests::problems::{Case, Grid};
+use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::softcap::{cases, packed_cases};
+
+use crate::packed::packing_rows;
+use crate::{mask_of, with_dtype};
+
+/// Runs cases through the rows of their type.
+type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
+
+fn take(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], what: &str, [bf16, f16]: [Run; 2]) {
+    assert!(!rows.is_empty());
+    let mut runner = Runner::new(rows);
+    bf16(gpu, rows, cases, &mut runner);
+    f16(gpu, rows, &cases.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>(), &mut runner);
+    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+const FORWARD: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
+/// Every second run of these is deterministic.
+const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
+
+/// The rows that compute some capped problem. Others may exist, which capped problems are never given to.
+fn capping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
+    let takes = |row: &KernelInfo| {
+        let dims = Dims::new(1, 64, 1, row.head_dim_qk()).with_head_dim_vo(row.head_dim_vo());
+        let options = ForwardProblem::builder(row.dtype(), dims).mask(mask_of(row.mask())).softcap(50.0);
+        let problem = options.build().unwrap();
+        match backward {
+            true => BackwardProblem::builder(&problem).build().unwrap().plan_with_row(&gpu.device, row).is_ok(),
+            false => problem.plan_with_row(&gpu.device, row).is_ok(),
+        }
+    };
+    let taken: Vec<_> = rows.into_iter().filter(takes).collect();
+    // Both types have them, and every class of masks.
+    for dtype in [DType::BF16, DType::F16] {
+        for class in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+            assert!(taken.iter().any(|row| row.dtype() == dtype && row.mask() == class), "{dtype} {class}");
+        }
+    }
+    taken
+}
+
+#[test]
+fn every_row_takes_a_softcap() {
+    let Some(gpu) = Gpu::open("every_row_takes_a_softcap") else { return };
+    let rows = capping(&gpu, gpu.rows(), false);
+    take(&gpu, &rows, &cases(Grid::from_env()), "forward with softcap", FORWARD);
+}
+
+#[test]
+fn every_packing_row_takes_a_softcap() {
+    let Some(gpu) = Gpu::open("every_packing_row_takes_a_softcap") else { return };
+    let rows = packing_rows(capping(&gpu, gpu.rows(), false));
+    take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with softcap", FORWARD);
+}
+
+/// The cases whose head dims are at most those of the rows.
+fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
+    let fits = |case: &Case| rows.iter().any(|row| row.head_dim_qk() >= case.dims.head_dim_qk);
+    cases.into_iter().filter(fits).collect()
+}
+
+#[test]
+fn every_backward_row_takes_a_softcap() {
+    let Some(gpu) = Gpu::open("every_backward_row_takes_a_softcap") else { return };
+    let rows = capping(&gpu, gpu.backward_rows(), true);
+    let cases = fitting(&rows, cases(Grid::from_env()));
+    take(&gpu, &rows, &cases, "backward with softcap", BACKWARD);
+}
+
+#[test]
+fn every_packing_backward_row_takes_a_softcap() {
+    let Some(gpu) = Gpu::open("every_packing_backward_row_takes_a_softcap") else { return };
+    let rows = packing_rows(capping(&gpu, gpu.backward_rows(), true));
+    let cases = fitting(&rows, packed_cases(Grid::from_env()));
+    take(&gpu, &rows, &cases, "packed backward with softcap", BACKWARD);
+}
+
+/// Tiles whose keys CTAs share, or warpgroups.
+#[test]
+fn shares_cap_scores() {
+    let Some(gpu) = Gpu::open("shares_cap_scores") else { return };
+    for row in capping(&gpu, gpu.rows(), false).into_iter().filter(|row| row.most_shares() > 1) {
+        with_dtype!(row.dtype(), shared(&gpu, &row));
+    }
+}
+
+fn shared<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for cap in CAPS {
+        let case = Case::new(64, 1024, row.head_dim_qk(), mask_of(row.mask())).heads(1, 6, 2);
+        let case = capped(case.head_dim_vo(row.head_dim_vo()), (cap, cap == 15.0));
+        let prepared = Prepared::<T>::new(&case);
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        for shares in 1..=row.most_shares() {
+            let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).unwrap();
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+            let report = prepared.judge(&outputs);
+            assert!(report.passed(), "{row}, {shares} shares, {case}: {report}");
+        }
+    }
+}
+
+/// tanh of an infinity is 1. So what the mask hides would be a score like others, if it were capped after the mask; and what it
+/// hides is put right with the cap. Both passes.
+#[test]
+fn garbage_under_the_mask_reaches_no_capped_row() {
+    let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_capped_row") else { return };
+    for row in capping(&gpu, gpu.rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+        with_dtype!(row.dtype(), garbage(&gpu, &row));
+    }
+    for row in capping(&gpu, gpu.backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+        with_dtype!(row.dtype(), garbage_backward(&gpu, &row));
+    }
+}
+
+fn hidden(row: &KernelInfo) -> impl Iterator<Item = Case> + use<> {
+    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+    let case = case.head_dim_vo(row.head_dim_vo());
+    Garbage::ALL.into_iter().zip(CAPS.into_iter().cycle()).flat_map(move |(garbage, cap)| {
+        let case = case.clone();
+        [Input::K, Input::V].map(|input| Case { values: Values::Garbage(input, garbage), ..case.clone().softcap(cap) })
+    })
+}
+
+fn garbage<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for case in hidden(row) {
+        let prepared = Prepared::<T>::new(&case);
+        let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+        let report = prepared.judge(&outputs);
+        assert!(report.passed(), "{row}, {case}: {report}");
+    }
+}
+
+fn garbage_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for case in hidden(row) {
+        let prepared = backward::Prepared::<T>::new(&case);
+        let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+        let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+        let report = prepared.judge(&outputs);
+        assert!(report.passed(), "{row}, {case}: {report}");
+    }
+}
+
+/// The library's own choice takes a cap, or says by name what it lacks.
+#[test]
+fn a_capped_problem_has_a_plan_or_a_name() {
+    let Some(gpu) = Gpu::open("a_capped_problem_has_a_plan_or_a_name") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let mut planned = 0;
+    for case in cases(Grid::Full) {
+        for dtype in [DType::BF16, DType::F16] {
+            let problem = case.problem(dtype);
+            problem.plan(&device).unwrap_or_else(|error| panic!("{problem}: {error}"));
+            let problem = BackwardProblem::builder(&problem).build().unwrap();
+            match problem.plan(&device) {
+                Ok(_) => planned += 1,
+                Err(Error::Unsupported { wanted, .. }) => assert!(wanted.contains("backward"), "{problem}: {wanted}"),
+                Err(error) => panic!("{problem}: {error}"),
+            }
+        }
+    }
+    assert!(planned > 0);
+}
