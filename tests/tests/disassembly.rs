@@ -495,8 +495,9 @@ fn every_row_is_compiled_as_planned() {
             let (head_dim_qk, head_dim_vo) = (row.head_dim_qk(), row.head_dim_vo());
             let (tile_m, tile_n) = (row.tile_m(), row.tile_n());
             let scores = if dtype == DType::E4M3 { format!(", {}", row.scores()) } else { String::new() };
+            let capped = if row.needs_softcap() { ", capped" } else { "" };
             let expected =
-                format!("{dtype}, {mask}, {head_dim_qk}, {head_dim_vo}, {tile_m}, {tile_n}, {stages}{scores}");
+                format!("{dtype}, {mask}, {head_dim_qk}, {head_dim_vo}, {tile_m}, {tile_n}, {stages}{scores}{capped}");
             assert_eq!(columns.to_lowercase(), expected, "row {row} stands where the build has another one");
             let object = built.source(source);
             let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();

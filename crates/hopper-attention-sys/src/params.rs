@@ -284,8 +284,8 @@ mod ffi {
         /// Element type of `sinks`: F32 or BF16. Not read where they are absent.
         sinks_dtype: DType,
         /// Cap of the scores, in units of scaled scores: a score `s = softmax_scale * q k` becomes
-        /// `softcap * tanh(s / softcap)`, before the mask (`kernels/common/softcap.hpp`). 0: there is none. Else it is from
-        /// 2^-100 to 2^100, and so is `softmax_scale / softcap`. The row's `caps` allows it.
+        /// `softcap * tanh(s / softcap)`, before the mask (`kernels/common/softcap.hpp`). 0: there is none. Else it is
+        /// above 0, and `softmax_scale / softcap` and `softcap * log2(e)` are normal. The row's `caps` allows it.
         softcap: f32,
     }
 
@@ -512,6 +512,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, Caps, DType, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling,
-    Scores, Sequences, Status, StatusCode, TensorDesc,
+    Arch, BwdParams, Caps, DType, FwdParams, MaskClass, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo,
+    Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };

@@ -40,14 +40,22 @@ struct Softcap {
 
   CUTE_HOST_DEVICE bool caps() const { return inner != 0.0F; }
 
-  CUTE_HOST_DEVICE static Softcap of(float softmax_scale, float cap) {
+  // softmax_scale / cap, a normal number. The largest ones count as 2^125: z is finite wherever the product is 0.
+  CUTE_HOST_DEVICE static float quotient(float softmax_scale, float cap) {
+#ifdef __CUDA_ARCH__
+    float const inner = __fdiv_rn(softmax_scale, cap);
+#else
+    float const inner = softmax_scale / cap;
+#endif
+    return inner < 0x1p125F ? inner : 0x1p125F;
+  }
+
+  static Softcap of(float softmax_scale, float cap) noexcept {
     Softcap softcap{};
     if (cap == 0.0F) {
       return softcap;
     }
-    // Plans refuse quotients below 2^-100 and above 2^100. (Beyond them products would be flushed to 0, or overflow.)
-    double const wide = static_cast<double>(softmax_scale) / static_cast<double>(cap);
-    double const inner = wide < 0x1p-126 ? 0x1p-126 : wide > 0x1p125 ? 0x1p125 : wide;
+    double const inner = static_cast<double>(quotient(softmax_scale, cap));
     softcap.inner = static_cast<float>(inner);
     softcap.most = -1.0F;
     // The seventh power must be a float that is not flushed, nor may products of these terms overflow.
@@ -87,7 +95,7 @@ CUTE_DEVICE float tanh_of(float z) {
 // softmax_scale / cap, where there is no Softcap.
 template <class Params>
 CUTE_DEVICE float inner_of(Params const& params) {
-  return params.softcap == 0.0F ? 0.0F : __fdiv_rn(params.softmax_scale, params.softcap);
+  return params.softcap == 0.0F ? 0.0F : Softcap::quotient(params.softmax_scale, params.softcap);
 }
 
 // t of one product of a query and a key.

@@ -137,6 +137,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         sinks: operand(Slot::Sinks),
         sinks_dtype: sys::sinks_dtype(problem.forward()),
         d_sinks: operand(Slot::DSinks),
-        softcap: 0.0,
+        softcap: problem.forward().softcap(),
     })
 }
