@@ -14,7 +14,11 @@
 //
 // Caps are often far above most scores (50 for scores of some units), so a warp looks at the largest of the scores that
 // it has. If it is near, the warp computes nothing but polynomials, of the product q k itself (Softcap::terms). Else
-// each score has both forms, and takes the one that is right.
+// each score has both forms, and takes the one that is right. Some kernels have no registers for all of this:
+//
+// - forward, sm90 above head dim 128, and sm80: each score has both forms. No warp looks.
+// - backward, sm90: a warp looks. Unless all scores are near, all have the far form.
+// - backward, sm80: the far form alone. A score is off by up to 2e-7 of the cap.
 //
 // What is no number stays what it is: t of NaN is NaN, t of inf is 1, and of -inf is -1.
 #pragma once
@@ -57,15 +61,17 @@ struct Softcap {
     }
     double const inner = static_cast<double>(quotient(softmax_scale, cap));
     softcap.inner = static_cast<float>(inner);
-    softcap.most = -1.0F;
-    // The seventh power must be a float that is not flushed, nor may products of these terms overflow.
-    if (inner >= 0x1p-16 && inner <= 0x1p16) {
-      softcap.most = static_cast<float>(kTanhNear / inner);
-      double const square = inner * inner;
-      softcap.terms[0] = static_cast<float>(kTanhA1 * inner * square);
-      softcap.terms[1] = static_cast<float>(kTanhA2 * inner * square * square);
-      softcap.terms[2] = static_cast<float>(kTanhA3 * inner * square * square * square);
-    }
+    // Terms are powers of `inner`, and must be floats that are not flushed. Where some would be, fewer are enough, of
+    // smaller y: as far as there the missing ones are below 2^-24 of t.
+    bool const small = inner <= 0x1p16;
+    int const count = !small ? 0 : inner >= 0x1p-16 ? 3 : inner >= 0x1p-24 ? 2 : 0;
+    double const near = count == 3 ? kTanhNear : count == 2 ? 0x1p-4 : 0x1p-12;
+    double const square = inner * inner;
+    softcap.terms[0] = count > 0 ? static_cast<float>(kTanhA1 * inner * square) : 0.0F;
+    softcap.terms[1] = count > 0 ? static_cast<float>(kTanhA2 * inner * square * square) : 0.0F;
+    softcap.terms[2] = count > 2 ? static_cast<float>(kTanhA3 * inner * square * square * square) : 0.0F;
+    // (Of products up to 2^60 the square does not overflow.)
+    softcap.most = !small ? -1.0F : static_cast<float>(near / inner < 0x1p60 ? near / inner : 0x1p60);
     return softcap;
   }
 };

@@ -204,7 +204,8 @@ struct BwdMma {
         }
       }
       if (__builtin_expect(capped, false)) {
-        // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P.
+        // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form: some
+        // kernels have no registers for both.)
         float const factor = scalars.softcap.inner * kTwoLog2E;
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
@@ -218,7 +219,7 @@ struct BwdMma {
               CUTE_UNROLL
               for (int c = 0; c < 2; ++c) {
                 float const score = scores(4 * i + 2 * r + c, strip);
-                CappedScore const of_score = CappedScore::of(score * factor);
+                CappedScore const of_score = CappedScore::far(score * factor);
                 p[c] = exp2_approx(fmaf(of_score.t, scalars.scale_log2, c == 0 ? s.x : s.z));
                 p[c] = score == kMasked ? 0.0F : p[c];
                 slopes[c] = of_score.slope;

@@ -120,20 +120,14 @@ struct Mma {
     load.first(tile, visits);
 
     // This lane's first address in Q, K and V, worked out where it is needed: the compiler is not to see through it, or
-    // the addresses of all steps would be made before the loop and take registers in it. Without a mask there is one
-    // for K's to keep (opaque at the top of the loop); ptxas spills with it where there is one, and without it where
-    // not.
-    constexpr bool kKeepsLane = !Traits::kIsPacked && kMask == MaskClass::Full && Traits::kRegistersShort;
-    std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) : 0;
+    // the addresses of all steps would be made before the loop and take registers in it.
     // (`first`: the tile's first visit.)
     auto q_lane = [&](int first) {
       return Traits::queries_at(storage, first) + lane_offset_down(lane()) +
              Traits::thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
     };
     auto k_lane = [&](int visit) {
-      std::uint32_t const first =
-          kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane());
-      return first + Traits::keys_from_begin(visit);
+      return cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) + Traits::keys_from_begin(visit);
     };
     auto v_lane = [&](int visit) { return Traits::values_at(storage, visit) + lane_offset_down(lane()); };
 
@@ -193,9 +187,6 @@ struct Mma {
       __syncthreads();
       if constexpr (Traits::kIsPacked && Traits::kRegistersShort) {
         visits = in_whole_warp(storage.packed.visits);
-      }
-      if (kKeepsLane) {
-        asm volatile("" : "+r"(along));
       }
       if (kStages == 1 && !first) {
         load.next_values(visits, visit);

@@ -347,16 +347,16 @@ struct BwdMma {
     // One block: from its scores to the scores of the next block. `only` is of a block that is not a tile's first:
     // whether it is of a sequence's only tile. (As a run-time branch it cost all packed tiles 7%.)
     auto step = [&](auto is_first, auto only) __attribute__((always_inline)) {
+      std::uint32_t after = 0;
       if constexpr (!kCapped) {
         exponentials();
-      }
-      warpgroup_fence_operand(tS);
-      // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ depends
-      // on all of them.
-      std::uint32_t after = 0;
-      CUTE_UNROLL
-      for (int i = 0; i < tS.size(); ++i) {
-        after |= __float_as_uint(tS(i));
+        warpgroup_fence_operand(tS);
+        // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ
+        // depends on all of them.
+        CUTE_UNROLL
+        for (int i = 0; i < tS.size(); ++i) {
+          after |= __float_as_uint(tS(i));
+        }
       }
       storage.d_o_full[ring.stage].wait(ring.parity);
       if constexpr (is_first) {
