@@ -1,11 +1,12 @@
 # A list of kernels (fwd.def) becomes translation units of a few rows each, and a filtered copy of the list for the launch table.
 #
 # Several rows share a unit, because parsing the headers takes as long as compiling one to two rows. The rows of a unit have the
-# same dtype, head_dim_qk and scores. So what is compiled together depends only on the lists and on the options that select rows.
+# same dtype, head_dim_qk and last column. So what is compiled together depends only on the lists and on the options that select rows.
 
 # hattn_add_rows(ARCH/PASS)
 #   Reads kernels/ARCH/PASS/PASS.def. A row is one line:
-#   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, scores])`
+#   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more])`, where `more` is the type of scores
+#   (sm90/fp8), or `capped` (sm90/bwd).
 #   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS). A list without such a row adds nothing:
 #   only the list sm90/fwd has head dim 96, only sm90/fwd and sm80/fwd have head dims above 128, and only sm90/fp8 has E4M3. Of the kept rows it makes
 #     - for the launch table bwd_rows.def (of the pass bwd) or fwd_rows.def: the kept rows, in their order, after those of earlier
@@ -13,7 +14,8 @@
 #     - objects of the library hattn_kernels: sources that include launch.hpp, beside the list, and say
 #       `HATTN_PASS_ARCH_INSTANCE(...)` once a row;
 #     - if there is an around.hpp beside the list, one more source. It includes that file and says `HATTN_PASS_ARCH_PREPARE(...)`
-#       once a row, and `HATTN_PASS_ARCH_CONVERT(...)` once for all rows that differ by their mask alone;
+#       once a row, and `HATTN_PASS_ARCH_CONVERT(...)` once for all rows that differ by their mask alone. Rows with one more
+#       column share what is made of the rows without it;
 #     - for the audit rows/hattn_PASS_ARCH.rows, a line `source: columns` a row, in the order of the rows, and a line
 #       `source: around` for the last source.
 function(hattn_add_rows list)
@@ -32,6 +34,7 @@ function(hattn_add_rows list)
   file(STRINGS "${file}" lines REGEX "^ *${macro}\\(")
   set(kept "")
   set(units "")
+  set(around "")
   set(unmasked "")
   foreach(line IN LISTS lines)
     set(columns "")
@@ -41,7 +44,7 @@ function(hattn_add_rows list)
     endif()
     list(LENGTH columns count)
     if(count LESS 7 OR count GREATER 8 OR "" IN_LIST columns)
-      message(FATAL_ERROR "${file}: expected ${macro}(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, scores]) "
+      message(FATAL_ERROR "${file}: expected ${macro}(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more]) "
                           "on one line, got: ${line}")
     endif()
     list(JOIN columns ", " row)
@@ -55,17 +58,20 @@ function(hattn_add_rows list)
     endif()
     list(APPEND kept "${row}")
     list(LENGTH columns count)
-    set(scores "")
+    set(more "")
     if(count EQUAL 5)
-      list(GET columns 4 scores)
+      list(GET columns 4 more)
     endif()
-    string(TOLOWER "${target}_${dtype}_qk${dqk}_${scores}" unit)
+    string(TOLOWER "${target}_${dtype}_qk${dqk}_${more}" unit)
     string(REGEX REPLACE "_$" "" unit "${unit}")
     list(APPEND units "${unit}")
     string(APPEND text_${unit} "${macro}_INSTANCE(${row})\n")
     string(APPEND rows_text "${unit}: ${row}\n")
-    list(JOIN columns ", " rest)
-    list(APPEND unmasked "${dtype}, ${dqk}, ${rest}")
+    if(count EQUAL 4)
+      list(JOIN columns ", " rest)
+      list(APPEND around "${row}")
+      list(APPEND unmasked "${dtype}, ${dqk}, ${rest}")
+    endif()
   endforeach()
   if(NOT kept)
     return()
@@ -77,7 +83,7 @@ function(hattn_add_rows list)
   if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/kernels/${list}/around.hpp")
     list(REMOVE_DUPLICATES unmasked)
     set(text "")
-    foreach(row IN LISTS kept)
+    foreach(row IN LISTS around)
       string(APPEND text "${macro}_PREPARE(${row})\n")
     endforeach()
     foreach(row IN LISTS unmasked)

@@ -88,6 +88,18 @@ mod ffi {
         F16 = 1,
     }
 
+    /// Which problems a row computes: those without a cap of the scores (`FwdParams::softcap`), or those with one.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    enum Caps {
+        /// Those without a cap.
+        Never = 0,
+        /// All.
+        Either = 1,
+        /// Those with a cap.
+        Always = 2,
+    }
+
     /// Result of a call.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(i32)]
@@ -293,6 +305,10 @@ mod ffi {
         sinks_dtype: DType,
         /// Edges of the mask.
         edges: MaskEdges,
+        /// Cap of the scores, in units of scaled scores: a score `s = softmax_scale * q k` becomes
+        /// `softcap * tanh(s / softcap)`, before the mask (`kernels/common/softcap.hpp`). 0: there is none. Else it is
+        /// above 0, and `softmax_scale / softcap` and `softcap * log2(e)` are normal. The row's `caps` allows it.
+        softcap: f32,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -405,6 +421,8 @@ mod ffi {
         d_sinks: TensorDesc,
         /// Edges of the mask.
         edges: MaskEdges,
+        /// Cap of the scores, as there.
+        softcap: f32,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
@@ -505,6 +523,8 @@ mod ffi {
         most_shares: i32,
         /// Whether the row takes sequences of lengths that the device knows (`Sequences`).
         packs: bool,
+        /// Whether the row caps scores.
+        caps: Caps,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.
@@ -518,6 +538,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, DType, FwdParams, MaskClass, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo,
-    Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
+    Arch, BwdParams, Caps, DType, FwdParams, MaskClass, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor,
+    RowInfo, Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };

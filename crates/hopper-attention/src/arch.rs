@@ -106,6 +106,19 @@ impl fmt::Display for Arch {
     }
 }
 
+/// Which problems a kernel computes: those whose scores have no cap (softcap), or those whose scores have
+/// one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(any(test, feature = "cuda")), allow(dead_code, reason = "there are no kernels"))]
+pub(crate) enum Caps {
+    /// Those without a cap.
+    Never,
+    /// All.
+    Either,
+    /// Those with a cap.
+    Always,
+}
+
 /// Which masks a kernel computes. The class is compiled into the kernel; the bounds of the mask are run-time values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]

@@ -48,6 +48,12 @@ impl Plan {
             let plan = problem.plan_with_row(device, &row).expect("a plan of the row");
             all.push((format!("backward {row}"), Self::Backward(plan)));
         }
+        for row in gpu.capped_backward_rows().into_iter().filter(KernelInfo::needs_softcap) {
+            let forward = case(&row).softcap(30.0).problem(row.dtype());
+            let problem = BackwardProblem::builder(&forward).deterministic(true).build().expect("a legal problem");
+            let plan = problem.plan_with_row(device, &row).expect("a plan of the row");
+            all.push((format!("backward {row}"), Self::Backward(plan)));
+        }
         for (source, scaling) in [(DType::BF16, Scaling::PerTensor), (DType::F16, Scaling::PerBlock)] {
             let problem =
                 Case::new(300, 333, 128, Mask::Full).heads(2, 4, 2).options(DType::E4M3).scaling(scaling).build();

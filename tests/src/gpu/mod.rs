@@ -64,9 +64,14 @@ impl Gpu {
         self.running(kernels()).into_iter().filter(|row| row.dtype() == DType::E4M3).collect()
     }
 
-    /// The backward rows that this GPU runs.
+    /// The backward rows that this GPU runs, but those for capped scores alone.
     pub fn backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels())
+        self.running(backward_kernels()).into_iter().filter(|row| !row.needs_softcap()).collect()
+    }
+
+    /// The backward rows that this GPU runs, and that take capped scores.
+    pub fn capped_backward_rows(&self) -> Vec<KernelInfo> {
+        self.running(backward_kernels()).into_iter().filter(KernelInfo::takes_softcap).collect()
     }
 
     fn running(&self, rows: &[KernelInfo]) -> Vec<KernelInfo> {

@@ -75,7 +75,7 @@ fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
 #[test]
 fn every_backward_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_backward_row_takes_a_softcap") else { return };
-    let rows = capping(&gpu, gpu.backward_rows(), true);
+    let rows = capping(&gpu, gpu.capped_backward_rows(), true);
     let cases = fitting(&rows, cases(Grid::from_env()));
     take(&gpu, &rows, &cases, "backward with softcap", BACKWARD);
 }
@@ -83,7 +83,7 @@ fn every_backward_row_takes_a_softcap() {
 #[test]
 fn every_packing_backward_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_packing_backward_row_takes_a_softcap") else { return };
-    let rows = packing_rows(capping(&gpu, gpu.backward_rows(), true));
+    let rows = packing_rows(capping(&gpu, gpu.capped_backward_rows(), true));
     let cases = fitting(&rows, packed_cases(Grid::from_env()));
     take(&gpu, &rows, &cases, "packed backward with softcap", BACKWARD);
 }
@@ -121,7 +121,7 @@ fn garbage_under_the_mask_reaches_no_capped_row() {
     for row in capping(&gpu, gpu.rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
         with_dtype!(row.dtype(), garbage(&gpu, &row));
     }
-    for row in capping(&gpu, gpu.backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+    for row in capping(&gpu, gpu.capped_backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full) {
         with_dtype!(row.dtype(), garbage_backward(&gpu, &row));
     }
 }

@@ -25,6 +25,7 @@
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/sinks.hpp"
+#include "common/softcap.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
@@ -202,6 +203,7 @@ struct PlainOperands {
   int head_dim_qk;
   int head_dim_vo;
   float scale_log2;
+  float inner;  // of a cap, or 0 (softcap.hpp)
   float sink_of_rows;
 
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
@@ -211,7 +213,8 @@ struct PlainOperands {
             HeadRows<Element>::of(params.v, batch, kv_head),
             params.head_dim_qk,
             params.head_dim_vo,
-            exponent_factor(params.softmax_scale),
+            forward_factor(params),
+            inner_of(params),
             sink_of_head(params, head)};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
@@ -224,8 +227,10 @@ struct PlainOperands {
     operands.v.skip(tile.kv_begin);
     return operands;
   }
-  // What the product of a query and a key is multiplied by, to be in powers of two.
-  CUTE_DEVICE float unit(int, int) const { return scale_log2; }
+  // The score of a query and a key in powers of two, from their product.
+  CUTE_DEVICE float score(float product, int, int) const {
+    return (inner == 0.0F ? product : capped(product, inner)) * scale_log2;
+  }
   // What V of a key is multiplied by.
   CUTE_DEVICE float value_factor(int) const { return 1.0F; }
   CUTE_DEVICE bool has_garbage_factor(int, int, int) const { return false; }
@@ -467,7 +472,7 @@ struct Leaks {
         for (int r = 0; r < kRows; ++r) {
           bool const keeps = key >= first_key[r] && key < keys_end[r];
           kept[r] = __ballot_sync(kAll, keeps);
-          float const score = keeps ? weights[r] * operands.unit(row[r], key) : -INFINITY;
+          float const score = keeps ? operands.score(weights[r], row[r], key) : -INFINITY;
           float most = fmaxf(max[r], score);
           CUTE_UNROLL
           for (int step = 1; step < 32; step *= 2) {

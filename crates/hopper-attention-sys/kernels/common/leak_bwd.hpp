@@ -2,6 +2,8 @@
 //
 //     dQ_i = scale sum_j dS_ij K_j    dK_j = scale sum_i dS_ij Q_i    dV_j = sum_i P_ij dO_i    dS = P o (dP - delta)
 //
+// (Where scores are capped, dS has the factor 1 - t^2: softcap.hpp.)
+//
 // P of a masked pair is 0. But 0 times NaN or infinity is NaN, so K_j, Q_i, dO_i, and dP_ij leak where they are NaN or
 // infinite. Such leaks are NaN, in dQ or in dK; what spoils a dV spoils the dK of its key, too.
 //
@@ -24,6 +26,7 @@
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/sequences.hpp"
+#include "common/softcap.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
@@ -234,8 +237,15 @@ struct RepairGradients {
     }
   }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, float s, float d_p) const {
-    float const p = of_query.weight(s, exponent_factor(exponent_scale(params.softmax_scale)));
-    return {p, p * (d_p + of_query.negative_delta()), !of_query.is_empty()};
+    bool const capped = params.softcap != 0.0F;
+    float slope = 1.0F;
+    if (capped) {
+      CappedScore const score = CappedScore::of(s * (inner_of(params) * kTwoLog2E));
+      s = score.t;
+      slope = score.slope;
+    }
+    float const p = of_query.weight(s, backward_factor(params), capped);
+    return {p, p * (d_p + of_query.negative_delta()) * slope, !of_query.is_empty()};
   }
 
   // dQ of a query. The whole warp works on it, here and below.

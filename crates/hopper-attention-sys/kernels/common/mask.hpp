@@ -131,9 +131,10 @@ CUTE_DEVICE void apply_mask(Scores& scores, Band const& band, int row, int colum
   }
 }
 
-// The same for transposed scores: element (c, r, i) is key `key + 8 r`, query `8 i + query + c`.
+// The same for transposed scores: element (c, r, i) is key `key + 8 r`, query `8 i + query + c`. `fill` stands for a
+// masked score.
 template <MaskClass kMask, int kTileM, class Scores>
-CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key, int query) {
+CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key, int query, float fill = -INFINITY) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const at_key = key + 8 * r;
@@ -157,7 +158,7 @@ CUTE_DEVICE void apply_mask_transposed(Scores& scores, Band const& band, int key
           drop = drop || at > last;
         }
         float& score = scores(4 * i + 2 * r + c);
-        score = drop ? -INFINITY : score;
+        score = drop ? fill : score;
       }
     }
   }

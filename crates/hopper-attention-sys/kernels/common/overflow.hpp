@@ -24,7 +24,7 @@ struct Overflows {
     int const rows[1] = {query};
     float sum[1];
     dot_rows(operands.q, rows, operands.k, key, operands.head_dim_qk, sum);
-    return sum[0] * operands.unit(query, key);
+    return operands.score(sum[0], query, key);
   }
 
   // Puts right what has overflowed in a warp's 16 rows of O, from `first_row` on. (`words`: as Leaks::repair takes

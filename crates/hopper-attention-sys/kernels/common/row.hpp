@@ -30,8 +30,8 @@
 #include "kernels.hpp"
 
 // The name of a row's function. `list` is ARCH_PASS. (Rows of fp8.def have more columns, and a macro of their own.)
-#define HATTN_ROW(list, dtype, mask, dqk, dvo, tile_m, tile_n, stages) \
-  row_##list##_##dtype##_##mask##_##dqk##_##dvo##_##tile_m##_##tile_n##_##stages
+#define HATTN_ROW(list, dtype, mask, dqk, dvo, tile_m, tile_n, stages, ...) \
+  row_##list##_##dtype##_##mask##_##dqk##_##dvo##_##tile_m##_##tile_n##_##stages##_##__VA_ARGS__
 
 namespace hattn {
 
@@ -54,6 +54,7 @@ struct RowTraits {
   static constexpr int kMostShares = 1;     // CTAs of a cluster that may share a tile (sm90)
   static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
   static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
+  static constexpr Caps kCaps = Caps::Never;
 };
 
 // A row's description, from its traits.
@@ -73,6 +74,7 @@ constexpr RowInfo row_info() noexcept {
   info.scores = Traits::kScores;
   info.most_shares = Traits::kMostShares;
   info.packs = Traits::kPacks;
+  info.caps = Traits::kCaps;
   return info;
 }
 

@@ -11,6 +11,7 @@
 
 #include "common/mask.hpp"
 #include "common/sequences.hpp"
+#include "common/softcap.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -28,8 +29,9 @@ struct FwdScalars {
   int heads_per_group;
   int groups;
   int* tile_counter;  // or null
-  float scale_log2;   // exponent_factor(softmax_scale)
+  float scale_log2;   // forward_factor
   MaskEdges edges;
+  Softcap softcap;
 };
 
 // Of a forward whose sequences have lengths that the device knows (sequences.hpp).
@@ -66,11 +68,12 @@ struct BwdScalars {
   int head_dim_qk;
   int head_dim_vo;
   float softmax_scale;
-  float scale_log2;        // exponent_factor(exponent_scale(softmax_scale))
+  float scale_log2;        // backward_factor
   float* key_sums;         // or null
   void const* share_list;  // sm80: null
   int listed;              // entries of that list
   MaskEdges edges;
+  Softcap softcap;
 };
 
 // What scores are multiplied by, to be in powers of two. Arithmetic flushes numbers below 2^-126 to 0, which would make
@@ -78,6 +81,11 @@ struct BwdScalars {
 // largest scales would become infinite, and make NaN of a product of 0.)
 CUTE_HOST_DEVICE float exponent_factor(float softmax_scale) {
   return cute::min(cute::max(softmax_scale * kLog2E, 0x1p-126F), 0x1.fffffep127F);
+}
+
+// What the forward multiplies a score by: a product q k, or what a cap makes of it.
+CUTE_HOST_DEVICE float forward_factor(FwdParams const& params) {
+  return exponent_factor(params.softcap == 0.0F ? params.softmax_scale : params.softcap);
 }
 
 // Of a gradient, at its end. This product alone takes a scale below 2^-126 as it is: the sum may be large.
@@ -89,6 +97,11 @@ CUTE_DEVICE float scaled(float sum, float softmax_scale) {
 
 // The softmax scale where the backward divides by it: no float that a problem may have makes the quotient overflow.
 CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
+
+// What the backward multiplies a score by, to be in powers of two: a product q k, or what a cap makes of it.
+CUTE_HOST_DEVICE float backward_factor(BwdParams const& params) {
+  return exponent_factor(params.softcap == 0.0F ? exponent_scale(params.softmax_scale) : params.softcap);
+}
 
 // Rows from a batch entry to the next. (Where lengths are the device's, it is a whole number: Rust has checked it.)
 inline int rows_apart(TensorDesc const& tensor) noexcept {
@@ -123,6 +136,8 @@ Scalars common_scalars(Params const& params) noexcept {
 inline FwdScalars fwd_scalars(FwdParams const& params) noexcept {
   FwdScalars scalars = common_scalars<FwdScalars>(params);
   scalars.lse = reinterpret_cast<float*>(params.lse.address);
+  scalars.softcap = Softcap::of(params.softmax_scale, params.softcap);
+  scalars.scale_log2 = forward_factor(params);
   return scalars;
 }
 
@@ -154,7 +169,8 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   scalars.head_dim_qk = params.head_dim_qk;
   scalars.head_dim_vo = params.head_dim_vo;
   scalars.softmax_scale = params.softmax_scale;
-  scalars.scale_log2 = exponent_factor(exponent_scale(params.softmax_scale));
+  scalars.scale_log2 = backward_factor(params);
+  scalars.softcap = Softcap::of(params.softmax_scale, params.softcap);
   scalars.key_sums = reinterpret_cast<float*>(params.key_sums);
   scalars.share_list = reinterpret_cast<void const*>(params.share_list);
   scalars.listed = scalars.n_tiles * params.heads_kv * params.batch + params.cut_tiles * (params.shares - 1);

@@ -139,5 +139,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         sinks: operand(Slot::Sinks),
         sinks_dtype: sys::sinks_dtype(problem.forward()),
         d_sinks: operand(Slot::DSinks),
+        softcap: problem.forward().softcap(),
     })
 }

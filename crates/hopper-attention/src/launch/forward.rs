@@ -163,5 +163,6 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         sequences: sequences(problem, args, part(parts.table), choice.m_tiles),
         sinks: operand(Slot::Sinks),
         sinks_dtype: sys::sinks_dtype(problem),
+        softcap: problem.softcap(),
     })
 }

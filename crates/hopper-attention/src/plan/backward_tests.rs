@@ -1,7 +1,7 @@
 //! Tests of backward plans.
 
 use super::*;
-use crate::arch::{ComputeCapability, Pass};
+use crate::arch::{Caps, ComputeCapability, Pass};
 use crate::dtype::DType;
 use crate::mask::Mask;
 use crate::problem::{Dims, ForwardProblem};
@@ -32,10 +32,33 @@ fn rows() -> Vec<KernelInfo> {
                 split_bytes: 0,
                 most_shares: 1,
                 packs: false,
+                caps: Caps::Never,
             });
         }
     }
     rows
+}
+
+/// A capped problem takes a row for capped scores, and any other problem one that is not for these alone.
+#[test]
+fn rows_for_capped_scores_are_for_them_alone() {
+    let problem = |cap: f32| {
+        let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).softcap(cap).build().unwrap();
+        BackwardProblem::builder(&forward).build().unwrap()
+    };
+    let with = |caps| rows().into_iter().map(move |row| KernelInfo { row: row.row + 6, caps, ..row });
+    let both: Vec<_> = rows().into_iter().chain(with(Caps::Always)).collect();
+    for (cap, caps) in [(0.0, Caps::Never), (50.0, Caps::Always)] {
+        let choice = select_backward(&problem(cap), &H100, &both).unwrap();
+        assert_eq!((choice.kernel.caps, choice.kernel.mask), (caps, MaskClass::Causal));
+        let either: Vec<_> = with(Caps::Either).collect();
+        assert_eq!(select_backward(&problem(cap), &H100, &either).unwrap().kernel.caps, Caps::Either);
+    }
+    let refused = |cap, rows: &[KernelInfo]| select_backward(&problem(cap), &H100, rows).unwrap_err().to_string();
+    let text = "unsupported: softcap 50 with backward sm90 kernels for bf16; nearest: no softcap, or Device::cpu()";
+    assert_eq!(refused(50.0, &rows()), text);
+    let text = "unsupported: backward sm90 kernels for bf16 without softcap; nearest: with softcap";
+    assert_eq!(refused(0.0, &both[6..]), text);
 }
 
 /// Rows for sm80 with the real tiles, for one mask class.

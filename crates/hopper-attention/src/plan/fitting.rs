@@ -50,10 +50,11 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 2. instruction set: the one that the problem asks for, or else the newest of those left;
 /// 3. element type of Q, K and V;
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
-/// 5. scores in f16: only if the problem allows them;
-/// 6. mask class;
-/// 7. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 8. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 5. the cap of the scores: the kernel takes it, or takes problems without one;
+/// 6. scores in f16: only if the problem allows them;
+/// 7. mask class;
+/// 8. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 9. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
@@ -109,6 +110,22 @@ pub(super) fn fitting<'a>(
             let arch = list(rows, |row| row.arch.to_string());
             let wanted = format!("packed sequences or used lengths with {pass}{arch} kernels for {dtype}");
             (wanted, "Device::cpu(), or one problem for each length".into())
+        },
+    )?;
+    let capped = problem.softcap() != 0.0;
+    let rows = filter_rows(
+        rows,
+        |row| if capped { row.takes_softcap() } else { !row.needs_softcap() },
+        |rows| {
+            let pass = if is_backward(rows) { "backward " } else { "" };
+            let arch = list(rows, |row| row.arch.to_string());
+            match capped {
+                true => (
+                    format!("softcap {} with {pass}{arch} kernels for {dtype}", problem.softcap()),
+                    "no softcap, or Device::cpu()".into(),
+                ),
+                false => (format!("{pass}{arch} kernels for {dtype} without softcap"), "with softcap".into()),
+            }
         },
     )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.

@@ -10,6 +10,8 @@
 // alike, and dQ and dK get a factor of up to 1.0015 (bf16). P is lifted where the operands are f16 (kLift).
 #pragma once
 
+#include <cfloat>
+
 #include "common/barrier.hpp"
 #include "common/fragment.hpp"
 #include "common/leak_bwd.hpp"
@@ -17,6 +19,7 @@
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
+#include "common/softcap.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm80/bwd/load.hpp"
@@ -188,28 +191,64 @@ struct BwdMma {
     if (makes_p(Traits::thread_index())) {
       int const m_chunk = m_block * Traits::kChunks + chunk;
       int const n_pair = storage.tile.block * Traits::kPairs + pair_of(Traits::thread_index());
+      // A masked score is finite where scores are capped: -inf may be a score then, whose P is not 0.
+      constexpr float kMasked = -FLT_MAX;
+      bool const capped = scalars.softcap.caps();
+      float const masked = capped ? kMasked : -INFINITY;
       if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           auto& strip_scores = scores.strip(strip);
           apply_mask_transposed<kMask, kChunk>(strip_scores, band, n_pair * Traits::kKeys + strip * 16 + lane / 4,
-                                               m_chunk * kChunk + lane % 4 * 2);
+                                               m_chunk * kChunk + lane % 4 * 2, masked);
         }
       }
-      CUTE_UNROLL
-      for (int i = 0; i < kChunk / 8; ++i) {
-        float4 const s = statistics(i);
+      if (__builtin_expect(capped, false)) {
+        // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form: some
+        // kernels have no registers for both.)
+        float const factor = scalars.softcap.inner * kTwoLog2E;
         CUTE_UNROLL
-        for (int strip = 0; strip < kStrips; ++strip) {
+        for (int i = 0; i < kChunk / 8; ++i) {
+          float4 const s = statistics(i);
           CUTE_UNROLL
-          for (int r = 0; r < 2; ++r) {
-            float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), scalars.scale_log2, s.x));
-            float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), scalars.scale_log2, s.z));
-            word(strip, i, r) = pack_pair<Element>(p0, p1);
-            if constexpr (Traits::kHandsF32) {
-              store_weights(weights_at(strip, i, r), {p0, p1});
-            } else {
-              store_word(at(strip, i, r), word(strip, i, r));
+          for (int strip = 0; strip < kStrips; ++strip) {
+            CUTE_UNROLL
+            for (int r = 0; r < 2; ++r) {
+              float p[2];
+              float slopes[2];
+              CUTE_UNROLL
+              for (int c = 0; c < 2; ++c) {
+                float const score = scores(4 * i + 2 * r + c, strip);
+                CappedScore const of_score = CappedScore::far(score * factor);
+                p[c] = exp2_approx(fmaf(of_score.t, scalars.scale_log2, c == 0 ? s.x : s.z));
+                p[c] = score == kMasked ? 0.0F : p[c];
+                slopes[c] = of_score.slope;
+              }
+              word(strip, i, r) = pack_pair<Element>(p[0], p[1]);
+              if constexpr (Traits::kHandsF32) {
+                store_weights(weights_at(strip, i, r), {p[0] * slopes[0], p[1] * slopes[1]});
+              } else {
+                store_word(at(strip, i, r), pack_pair<Element>(p[0] * slopes[0], p[1] * slopes[1]));
+              }
+            }
+          }
+        }
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < kChunk / 8; ++i) {
+          float4 const s = statistics(i);
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            CUTE_UNROLL
+            for (int r = 0; r < 2; ++r) {
+              float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), scalars.scale_log2, s.x));
+              float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), scalars.scale_log2, s.z));
+              word(strip, i, r) = pack_pair<Element>(p0, p1);
+              if constexpr (Traits::kHandsF32) {
+                store_weights(weights_at(strip, i, r), {p0, p1});
+              } else {
+                store_word(at(strip, i, r), word(strip, i, r));
+              }
             }
           }
         }

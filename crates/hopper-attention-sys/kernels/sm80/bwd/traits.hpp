@@ -27,7 +27,7 @@ struct alignas(8) Statistics {
 
 template <int kLift>
 struct LiftedStatistics : Statistics {
-  CUTE_DEVICE static LiftedStatistics of(float lse, float d_lse, float delta, float) {
+  CUTE_DEVICE static LiftedStatistics of(float lse, float d_lse, float delta, float, bool) {
     constexpr float kLog2E = 1.44269504088896341F;
     constexpr float kDrop = 1.0F / (1 << kLift);
     if (lse == -INFINITY) {
@@ -36,8 +36,8 @@ struct LiftedStatistics : Statistics {
     return {{fmaf(-lse, kLog2E, static_cast<float>(kLift)), (d_lse - delta) * kDrop}};
   }
 
-  // P of a pair, from the product of Q and K.
-  CUTE_DEVICE float weight(float s, float scale_log2) const {
+  // P of a pair, from the product of Q and K, or from what a cap makes of it.
+  CUTE_DEVICE float weight(float s, float scale_log2, bool) const {
     return exp2_approx(fmaf(s, scale_log2, this->minus_lse - static_cast<float>(kLift)));
   }
   CUTE_DEVICE float negative_delta() const { return this->minus_delta * static_cast<float>(1 << kLift); }
@@ -75,6 +75,8 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+  using Uncapped = BwdTraits;
+  static constexpr Caps kCaps = Caps::Either;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;

@@ -8,6 +8,7 @@
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/softcap.hpp"
 #include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
@@ -120,20 +121,14 @@ struct Mma {
     load.first(tile, visits);
 
     // This lane's first address in Q, K and V, worked out where it is needed: the compiler is not to see through it, or
-    // the addresses of all steps would be made before the loop and take registers in it. Without a mask there is one
-    // for K's to keep (opaque at the top of the loop); ptxas spills with it where there is one, and without it where
-    // not.
-    constexpr bool kKeepsLane = !Traits::kIsPacked && kMask == MaskClass::Full && Traits::kRegistersShort;
-    std::uint32_t along = kKeepsLane ? cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) : 0;
+    // the addresses of all steps would be made before the loop and take registers in it.
     // (`first`: the tile's first visit.)
     auto q_lane = [&](int first) {
       return Traits::queries_at(storage, first) + lane_offset_down(lane()) +
              Traits::thread_index() / 32 * (Traits::kWarpRows * kSlabRowBytes);
     };
     auto k_lane = [&](int visit) {
-      std::uint32_t const first =
-          kKeepsLane ? along : cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane());
-      return first + Traits::keys_from_begin(visit);
+      return cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) + Traits::keys_from_begin(visit);
     };
     auto v_lane = [&](int visit) { return Traits::values_at(storage, visit) + lane_offset_down(lane()); };
 
@@ -194,9 +189,6 @@ struct Mma {
       if constexpr (Traits::kIsPacked && Traits::kRegistersShort) {
         visits = in_whole_warp(storage.packed.visits);
       }
-      if (kKeepsLane) {
-        asm volatile("" : "+r"(along));
-      }
       if (kStages == 1 && !first) {
         load.next_values(visits, visit);
         commit_copies();
@@ -230,6 +222,13 @@ struct Mma {
             score_step(queries[0], k, step, scores);
           }
         }
+        // Where scores are capped, the softmax has tanh in their place.
+        auto cap = [&]() {
+          if (__builtin_expect(scalars.softcap.caps(), false)) {
+            cap_any(scores, scalars.softcap);
+          }
+        };
+        cap();
         auto recompute = [&]() {
           if constexpr (Traits::kQueriesInStage) {
             std::uint32_t const k_again = k_lane(visit);
@@ -249,6 +248,7 @@ struct Mma {
               score_step(again, k_again, step, scores);
             }
           }
+          cap();
         };
         // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
         bool starts = own.is_first(visit);

@@ -13,12 +13,18 @@
 //
 // The step of a block begins and ends with no product in flight. dQ and dP share registers: dQ is stored before dP is
 // issued.
+//
+// Rows for capped scores (common/softcap.hpp) have S without the LSE, which threads subtract from what the cap makes of
+// it. They multiply P by the derivative of the cap at once, and keep that in place of P.
 #pragma once
+
+#include <cfloat>
 
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
+#include "common/softcap.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
 #include "common/visits.hpp"
@@ -34,6 +40,8 @@ struct BwdMma {
   using Storage = typename Traits::SharedStorage;
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr bool kCapped = Traits::kCaps == Caps::Always;
+  static constexpr float kMasked = kCapped ? -FLT_MAX : -INFINITY;  // a score
 
   // A thread's place in its warpgroup, as a new value at each call. Where registers are shortest it is even read again.
   CUTE_DEVICE static int thread_in_group_anew(int thread) {
@@ -134,8 +142,12 @@ struct BwdMma {
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(0), tSrStatistics.stage(ring.stage), tSrK.stage(k.stage),
-                                          tSrQ.stage(ring.stage), tS);
+      if constexpr (kCapped) {
+        issue_product<MmaScores, false>(tSrK.stage(k.stage), tSrQ.stage(ring.stage), tS);
+      } else {
+        issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(0), tSrStatistics.stage(ring.stage), tSrK.stage(k.stage),
+                                            tSrQ.stage(ring.stage), tS);
+      }
     };
     auto release = [&](Mbarrier& barrier) {
       if (cute::elect_one_sync()) {
@@ -148,13 +160,54 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
+    // Where scores are capped: P of a block goes to its operand, and P (1 - t^2) is left in tS. kNear: of scores that
+    // are all near, or masked.
+    auto cap_block = [&](auto near) __attribute__((always_inline)) {
+      auto const* const statistics = storage.statistics[ring.stage] + 2 * (thread_in_group_anew(thread_in_group) % 4);
+      CUTE_UNROLL
+      for (int i = 0; i < kM / 8; ++i) {
+        float minus_lse[2];
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          uint2 const words = *reinterpret_cast<uint2 const*>(&statistics[8 * i + c]);
+          minus_lse[c] = Statistics::joined(words.x, words.y);
+        }
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          float p[2];
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float& score = tS(4 * i + 2 * r + c);
+            bool const masked = score == kMasked;
+            CappedScore const capped = near ? CappedScore::near(masked ? 0.0F : score, scalars.softcap)
+                                            : CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            p[c] = exp2_approx(fmaf(capped.t, scalars.scale_log2, minus_lse[c]));
+            p[c] = masked ? 0.0F : p[c];
+            score = p[c] * capped.slope;
+          }
+          tP(2 * i + r) = pack_pair<Element>(p[0], p[1]);
+        }
+      }
+    };
     // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
+      bool near = false;
+      if constexpr (kCapped) {
+        near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+      }
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
-                                         m_block * kM + 2 * (thread % 4));
+                                         m_block * kM + 2 * (thread % 4), kMasked);
+      }
+      if constexpr (kCapped) {
+        if (near) {
+          cap_block(std::true_type{});
+        } else {
+          cap_block(std::false_type{});
+        }
+        return;
       }
       CUTE_UNROLL
       for (int i = 0; i < tS.size(); ++i) {
@@ -294,14 +347,16 @@ struct BwdMma {
     // One block: from its scores to the scores of the next block. `only` is of a block that is not a tile's first:
     // whether it is of a sequence's only tile. (As a run-time branch it cost all packed tiles 7%.)
     auto step = [&](auto is_first, auto only) __attribute__((always_inline)) {
-      exponentials();
-      warpgroup_fence_operand(tS);
-      // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ depends
-      // on all of them.
       std::uint32_t after = 0;
-      CUTE_UNROLL
-      for (int i = 0; i < tS.size(); ++i) {
-        after |= __float_as_uint(tS(i));
+      if constexpr (!kCapped) {
+        exponentials();
+        warpgroup_fence_operand(tS);
+        // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ
+        // depends on all of them.
+        CUTE_UNROLL
+        for (int i = 0; i < tS.size(); ++i) {
+          after |= __float_as_uint(tS(i));
+        }
       }
       storage.d_o_full[ring.stage].wait(ring.parity);
       if constexpr (is_first) {
@@ -319,11 +374,18 @@ struct BwdMma {
       } else {
         finish_queries(k.stage, after, only, remaining + 1);
       }
+      if constexpr (kCapped) {
+        // Not before dQ: P beside P (1 - t^2) and dQ would take more registers than there are.
+        exponentials();
+        warpgroup_fence_operand(tS);
+      }
       // V's place is a new value: held for the whole loop, the descriptors of an operand with one buffer would take
       // every uniform register there is.
       issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(1), tSrStatistics.stage(ring.stage), tPrV.stage(opaque_zero()),
                                           tPrdO.stage(ring.stage), tdP);
-      pack(tP, tS);
+      if constexpr (!kCapped) {
+        pack(tP, tS);
+      }
       issue_product<MmaDV, true>(tP, tVrdO.stage(ring.stage), tdV);
       if constexpr (!is_first) {
         if constexpr (!only) {

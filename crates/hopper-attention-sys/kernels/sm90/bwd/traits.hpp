@@ -40,23 +40,34 @@ CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
 // gets a number so low that its P is 0: not -inf, which would make NaN of the zeros that it meets. A delta that is no
 // number would do the same to S. It becomes infinite in dP, which is enough for the kernel after this one to see it,
 // and `nan_delta` tells that it was NaN (common/leak_bwd.hpp).
+//
+// Where scores are capped (common/softcap.hpp), tanh must see the product of Q and K alone. Then S begins with 0, and
+// threads subtract the LSE: -LSE in powers of two is there as the bits of an f32, the higher half in the first place
+// and a byte in each of the two others. So no place is NaN or infinity beside the zeros that dP has for it.
 struct alignas(16) Statistics {
   cutlass::bfloat16_t minus_lse[3];
   cutlass::bfloat16_t minus_delta[3];
   cutlass::bfloat16_t nan_delta;  // 0 or 1. The products multiply it with 0.
   cutlass::bfloat16_t zero;
 
-  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale) {
+  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale, bool capped) {
     constexpr float kFar = -3e38F;
     Statistics statistics{};
     float start = kFar;
     if (lse != -INFINITY) {
-      start = __fdiv_rn(-lse, exponent_scale(softmax_scale));
+      start = capped ? -lse * kLog2E : __fdiv_rn(-lse, exponent_scale(softmax_scale));
       start = start < kFar ? kFar : start;  // which keeps a NaN
       split(d_lse - delta, statistics.minus_delta);
       statistics.nan_delta = cutlass::bfloat16_t{isnan(d_lse - delta) ? 1.0F : 0.0F};
     }
-    split(start, statistics.minus_lse);
+    if (capped) {
+      std::uint32_t const bits = __float_as_uint(start > -kFar ? -kFar : start);
+      statistics.minus_lse[0] = cutlass::bfloat16_t::bitcast(static_cast<std::uint16_t>(bits >> 16));
+      statistics.minus_lse[1] = cutlass::bfloat16_t::bitcast(static_cast<std::uint16_t>(bits >> 8 & 0xff));
+      statistics.minus_lse[2] = cutlass::bfloat16_t::bitcast(static_cast<std::uint16_t>(bits & 0xff));
+    } else {
+      split(start, statistics.minus_lse);
+    }
     if (isnan(start)) {
       statistics.minus_lse[0] = cutlass::bfloat16_t{start};
     }
@@ -66,8 +77,18 @@ struct alignas(16) Statistics {
   CUTE_DEVICE static float sum(cutlass::bfloat16_t const (&terms)[3]) {
     return static_cast<float>(terms[0]) + static_cast<float>(terms[1]) + static_cast<float>(terms[2]);
   }
-  // P of a pair, from the product of Q and K.
-  CUTE_DEVICE float weight(float s, float scale_log2) const { return exp2_approx((s + sum(minus_lse)) * scale_log2); }
+  // -LSE in powers of two, where scores are capped: of the first four places.
+  CUTE_DEVICE static float joined(std::uint32_t first_two, std::uint32_t other_two) {
+    return __uint_as_float(__byte_perm(first_two, other_two, 0x1024));
+  }
+  // P of a pair, from the product of Q and K, or from what a cap makes of it.
+  CUTE_DEVICE float weight(float s, float scale_log2, bool capped) const {
+    if (capped) {
+      auto const* const words = reinterpret_cast<std::uint32_t const*>(minus_lse);
+      return exp2_approx(fmaf(s, scale_log2, joined(words[0], words[1])));
+    }
+    return exp2_approx((s + sum(minus_lse)) * scale_log2);
+  }
   CUTE_DEVICE float negative_delta() const { return sum(minus_delta); }
   // Whether the LSE is -inf (or inf): no weights.
   CUTE_DEVICE bool is_empty() const { return static_cast<float>(minus_lse[0]) <= -2.9e38F; }
@@ -114,19 +135,23 @@ constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
 static_assert(kUnvisited == -kFresh);
 
-// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kCapped: of a row for
+// capped scores.
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
-          bool kPacked = false>
+          bool kPacked = false, bool kCapped = false>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+  // What the kernels around do not depend on, either.
+  using Uncapped = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
+  static constexpr Caps kCaps = kCapped ? Caps::Always : Caps::Never;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
-  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
+  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kCapped>;
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedShare, TileShare>;
   using TileBand = std::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile

@@ -74,9 +74,9 @@ struct Fp8Operands {
   }
   // Whether a factor of V is.
   CUTE_DEVICE static bool is_bad(float factor) { return !(factor >= 0.0F && factor < INFINITY); }
-  CUTE_DEVICE float unit(int row, int key) const {
+  CUTE_DEVICE float score(float product, int row, int key) const {
     int const block = cute::max(key, 0) / kScaleBlock;
-    return is_bad(row, block) ? NAN : unit_of_block(row, block);
+    return product * (is_bad(row, block) ? NAN : unit_of_block(row, block));
   }
   CUTE_DEVICE float value_factor(int key) const {
     float const factor = factors_v[key / kScaleBlock * next_v];

@@ -174,12 +174,23 @@ struct Mma {
       release_v();
     };
 
+    // Where scores are capped, what follows a product with K has tanh in their place.
+    auto cap = [&]() __attribute__((always_inline)) {
+      if (__builtin_expect(scalars.softcap.caps(), false)) {
+        cap_scores<Traits::kLooksForNear>(tSrS, scalars.softcap);
+      }
+    };
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
+      if (__builtin_expect(scalars.softcap.caps(), false)) {
+        cap_any(tSrS, scalars.softcap);
+      }
+      warpgroup_fence_operand(tSrS);  // or ptxas moves registers where the ways meet
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
+      cap();
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
           (Traits::kIsPacked && band.seqlen_kv == 0)) {
         release_k();
@@ -215,6 +226,7 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
+      cap();
       float rescale[2];
       if constexpr (decltype(masked)::value) {
         constexpr float kUnmoved = -1.0F;  // no factor is negative

@@ -86,6 +86,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
                                    : kTileN <= 80                        ? 4
                                    : kConsumers == 2 && kHeadDimQK == 64 ? 3
                                                                          : 2;
+  // Whether capped scores are looked at (common/softcap.hpp). Above head dim 128 there are no registers for it, and a
+  // block's products leave time for the special functions.
+  static constexpr bool kLooksForNear = !kWritesOutput;
+
   // Records of tiles. With one buffer of Q: of the tile that is computed, the next, whose Q is loaded as soon as it
   // may, and one whose O may not be written yet.
   static constexpr int kRecords = kWritesOutput ? 3 : kBuffersQ;
@@ -104,6 +108,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput);
+  static constexpr Caps kCaps = Caps::Either;
   // Above head dim 192 tiles leave little room.
   static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
