@@ -170,8 +170,8 @@ struct Fp8Load {
             storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
             load_tile<Traits::kKeysRaw, Traits::kHeadDimVO, Traits::kSlabVO>(
                 map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
-                keys_at(tile, rows_apart(params).v,
-                        visits.block(visit) * Traits::kTileN + half * Traits::kKeysRaw, head));
+                keys_at(tile, rows_apart(params).v, visits.block(visit) * Traits::kTileN + half * Traits::kKeysRaw,
+                        head));
           }
         }
         __syncwarp();
@@ -263,9 +263,10 @@ struct Fp8Load {
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       first_factor_q(params, tile) + tile.block * Traits::kTileM / Traits::kScaleBlock);
       if (!Traits::kIsPacked || keys_of(params, tile) > 0) {
-        int const block = first_factor_kv(params, tile) + factor_of(visits.block(visits.first()));
-        prefetch_factor(params.descale_k, tile.batch, head, block);
-        prefetch_factor(params.descale_v, tile.batch, head, block);
+        prefetch_factor(params.descale_k, tile.batch, head,
+                        first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
+        prefetch_factor(params.descale_v, tile.batch, head,
+                        first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
       }
       storage.q_full[stage].arrive_expect_bytes(Traits::kBytesQ);
       load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabQK>(
@@ -279,7 +280,7 @@ struct Fp8Load {
   CUTE_DEVICE static void ones(Storage& storage) {
     constexpr int kWords = 8 * Traits::kTileN / 4;
     for (int i = static_cast<int>(threadIdx.x); i < Traits::kStages * kWords; i += Traits::kThreads) {
-      auto* const ones = reinterpret_cast<std::uint32_t*>(storage.vt[i / kWords] + Traits::kBytesV);
+      auto* const ones = reinterpret_cast<std::uint32_t*>(storage.vt[i / kWords] + Traits::kTileN * Traits::kHeadDimVO);
       ones[i % kWords] = 0x38383838U;
     }
     fence_proxy_async();

@@ -372,7 +372,7 @@ struct Fp8Mma {
         step<true>(visit);
       }
     }
-    if constexpr (Traits::kParts > 1) {
+    if constexpr (Traits::kPinsOutput) {
       // ptxas would begin the loop with some of O elsewhere, and move it in each round.
       warpgroup_fence_operand(tOrO);
     }
