@@ -135,6 +135,7 @@ struct Fp8Load {
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
+        auto const first_v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count);
         float const factor = has_keys ? *own : 1.0F;
         own -= (factor_of(visits.block(visit)) - factor_of(visits.block(visits.next(visit)))) * descale.stride_row;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
@@ -165,7 +166,7 @@ struct Fp8Load {
           storage.k_full[k.stage].arrive();
           CUTE_UNROLL
           for (int half = 0; half < kRawStages; ++half) {
-            auto const v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
+            auto const v = half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
             storage.v_empty[v.stage].wait(v.parity ^ 1);
             storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
             load_tile<Traits::kKeysRaw, Traits::kHeadDimVO, Traits::kSlabVO>(
@@ -311,10 +312,11 @@ struct Fp8Load {
       }
       CUTE_NO_UNROLL
       for (int left = visits.count(); left > 0; --left) {
+        auto const first_v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count);
         auto const vt = RingPosition<Traits::kStages>::of(count);
         CUTE_UNROLL
         for (int half = 0; half < kRawStages; ++half) {
-          auto const v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
+          auto const v = half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
           storage.v_full[v.stage].wait(v.parity);
           if (half == 0) {
             storage.vt_empty[vt.stage].wait(vt.parity ^ 1);
