@@ -57,14 +57,15 @@ pub struct Quantised {
 
 impl Long {
     /// A few queries of two heads and so many keys of one.
-    pub fn new(keys: usize, head_dim: usize, values: Values) -> Self {
+    pub fn new(keys: usize, [head_dim, head_dim_vo]: [usize; 2], values: Values) -> Self {
         // Chance, which more queries average out, is smaller where there are more keys.
         let seqlen_q = if keys > 16384 { 4 } else { 8 };
         let dims = Dims::new(1, seqlen_q, 2, head_dim).with_seqlen_kv(keys).with_heads_kv(1);
+        let dims = dims.with_head_dim_vo(head_dim_vo);
         let mut rng = StdRng::seed_from_u64(keys as u64);
         let mut normal = |shape: [usize; 4], of: fn(f64, f64) -> f64| {
             Tensor::from_fn(shape, |[.., d]| {
-                let x = of(rng.sample(StandardNormal), d as f64 / head_dim as f64);
+                let x = of(rng.sample(StandardNormal), d as f64 / shape[3] as f64);
                 f64::from(Element::to_f32(<bf16 as Element>::from_f32(x as f32)))
             })
         };
@@ -75,7 +76,7 @@ impl Long {
         let qkv = [
             normal([1, seqlen_q, 2, head_dim], |x, _| x),
             normal([1, keys, 1, head_dim], |x, _| x),
-            normal([1, keys, 1, head_dim], of_v),
+            normal([1, keys, 1, head_dim_vo], of_v),
         ];
         Self { dims, qkv, values }
     }

@@ -201,6 +201,16 @@ fn head_dims_above_128_are_checked_on_hopper() {
         for mask in ["full", "causal", "window:70,9"] {
             let text = hattn_on(&format!("check --device cuda:0 --mask {mask}"), &input, None).fine();
             assert!(text.contains("passed"), "{text}");
+            for fp8 in ["--fp8 per-block", "--fp8 per-head --hadamard 3 --half-scores"] {
+                let fp8 = hattn_on(&format!("check --device cuda:0 --mask {mask} {fp8}"), &input, None);
+                // Kernels of e4m3 take multiples of 16.
+                if i < 2 {
+                    let text = fp8.fine();
+                    assert!(text.contains("passed"), "{text}");
+                } else {
+                    fp8.refused(&["multiples of 16"]);
+                }
+            }
         }
         let backward = hattn_on("check --device cuda:0 --backward", &input, None);
         backward.refused(&["for a backward pass of bf16, full, on sm90", nearest]);

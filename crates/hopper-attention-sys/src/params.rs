@@ -84,7 +84,7 @@ mod ffi {
         /// Single precision. (Of a sum of e4m3 products the tensor cores keep only some 13 bits.)
         F32 = 0,
         /// Half precision. Sums fit where no element of Q and K is larger than 14 in magnitude (448 / 32):
-        /// 128 * 14^2 = 25088. The kernel checks all elements that it reads, and reports in `FwdParams::range_check`.
+        /// 256 * 14^2 = 50176. The kernel checks all elements that it reads, and reports in `FwdParams::range_check`.
         F16 = 1,
     }
 
@@ -450,14 +450,14 @@ mod ffi {
         seqlen: i32,
         /// Heads. At least 1.
         heads: i32,
-        /// Head dim, in elements: a multiple of 16, from 16 to 128.
+        /// Head dim, in elements: a multiple of 16, from 16 to 256.
         head_dim: i32,
         /// Heads that share one head of `descale`: 1, or `heads_q / heads_kv` for Q where factors are per head.
         group: i32,
         /// Device address in the workspace, a multiple of 16. CTAs tell each other there which largest magnitudes they
         /// have measured. It is used only where `shares_factors` (`include/kernels.hpp`) holds. Size: the larger of
         /// `16 + 8 * factors` bytes, where `factors` is the number of descale factors, and
-        /// `4 * batch * heads * ceil(seqlen / 64)` bytes. The former alone where sequences have lengths of their own.
+        /// `4 * batch * heads * ceil(seqlen / rows)` bytes, where `rows` is 64, or 32 above head dim 128. The former alone where sequences have lengths of their own.
         state: u64,
     }
 

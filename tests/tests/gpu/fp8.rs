@@ -27,6 +27,11 @@ fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
 }
 
 /// A mask that a row computes: of a window so many keys before a query's own.
+/// A case of the row's head dims, both less `less`.
+fn case_for(row: &KernelInfo, seqlen_q: usize, seqlen_kv: usize, less: usize, mask: Mask) -> Case {
+    Case::new(seqlen_q, seqlen_kv, row.head_dim_qk() - less, mask).head_dim_vo(row.head_dim_vo() - less)
+}
+
 fn mask_for(row: &KernelInfo, before: usize) -> Mask {
     match row.mask() {
         MaskClass::Full => Mask::Full,
@@ -92,8 +97,9 @@ fn outputs_of_every_type_and_amax() {
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
     let settings = Scaling::ALL.into_iter().zip(masks).flat_map(|setting| [(setting, false), (setting, true)]);
-    for ((scaling, mask), half) in settings {
-        let case = Case::new(300, 517, 128, mask).heads(2, 4, 2);
+    let settings = settings.flat_map(|setting| [(128, 128), (192, 128), (240, 256)].map(|dims| (setting, dims)));
+    for (((scaling, mask), half), (qk, vo)) in settings {
+        let case = Case::new(300, 517, qk, mask).head_dim_vo(vo).heads(2, 4, 2);
         let problem = options(&case, scaling).half_scores(half).build().unwrap();
         let operands = Operands::of_case(&case, &problem, None);
         let on_device = OnDevice::new(&gpu.stream, &operands);
@@ -153,10 +159,8 @@ fn keys_of_zeros_weigh_the_same() {
     let mut taken = 0;
     for row in gpu.fp8_rows() {
         let mask = mask_for(&row, 150);
-        for (scaling, head_dim) in
-            Scaling::ALL.into_iter().zip([row.head_dim_qk(), row.head_dim_qk() - 16, row.head_dim_qk()])
-        {
-            let case = Case::new(300, 333, head_dim, mask).heads(2, 4, 2);
+        for (scaling, less) in Scaling::ALL.into_iter().zip([0, 16, 0]) {
+            let case = case_for(&row, 300, 333, less, mask).heads(2, 4, 2);
             let problem = for_row(problem(&case, scaling), &row);
             let operands = Operands::of_zeros(&case, &problem);
             let Ok(plan) = problem.plan_with_row(&gpu.device, &row) else { continue };
@@ -177,8 +181,9 @@ fn e4m3_runs_repeat() {
     let device = Device::Cuda(gpu.device.clone());
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     for mask in [Mask::Full, Mask::causal(), Mask::window(Some(700), None)] {
-        for (head_dim, half) in [(64, false), (128, false), (64, true), (128, true)] {
-            let case = Case::new(1500, 1500, head_dim, mask).heads(4, 8, 4);
+        let head_dims = [(64, 64), (128, 128), (192, 128), (256, 256)];
+        for ((qk, vo), half) in head_dims.into_iter().flat_map(|dims| [(dims, false), (dims, true)]) {
+            let case = Case::new(1500, 1500, qk, mask).head_dim_vo(vo).heads(4, 8, 4);
             let problem = options(&case, Scaling::PerBlock).half_scores(half).build().unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan(&device).unwrap();
@@ -197,7 +202,7 @@ fn e4m3_runs_repeat() {
 fn splits(gpu: &Gpu, row: &KernelInfo) -> bool {
     let multiprocessors = gpu.device.info().facts.multiprocessors;
     let heads = (2 * multiprocessors + multiprocessors / 2).next_multiple_of(2);
-    let case = Case::new(row.tile_m(), 6003, row.head_dim_qk(), mask_for(row, 100)).heads(1, heads, 2);
+    let case = case_for(row, row.tile_m(), 6003, 0, mask_for(row, 100)).heads(1, heads, 2);
     let plan = for_row(problem(&case, Scaling::PerTensor), row).plan_with_row(&gpu.device, row).unwrap();
     choice(&plan).unwrap().split_tiles > 0
 }
@@ -215,7 +220,7 @@ fn split_tiles_match_the_oracle() {
     for row in rows {
         let (busy, held) = {
             // A tile for each of half the multiprocessors, some of a millisecond long.
-            let case = Case::new(row.tile_m(), 1 << 16, row.head_dim_qk(), Mask::Full).heads(1, multiprocessors / 2, 1);
+            let case = case_for(&row, row.tile_m(), 1 << 16, 0, Mask::Full).heads(1, multiprocessors / 2, 1);
             let problem = for_row(problem(&case, Scaling::PerTensor), &row);
             let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
             (OnDevice::new(&other, &Operands::of_zeros(&case, &problem)), plan)
@@ -232,7 +237,7 @@ fn split_tiles_match_the_oracle() {
         ];
         for (i, (seqlen_q, rest, seqlen_kv, scaling)) in cases.into_iter().enumerate() {
             let heads = ((2 * multiprocessors + rest) / seqlen_q.div_ceil(row.tile_m())).next_multiple_of(2);
-            let case = Case::new(seqlen_q, seqlen_kv, row.head_dim_qk() - 16 * (i % 2), Mask::Full).heads(1, heads, 2);
+            let case = case_for(&row, seqlen_q, seqlen_kv, 16 * (i % 2), Mask::Full).heads(1, heads, 2);
             let problem = for_row(problem(&case, scaling), &row).to_builder().amax(true).build().unwrap();
             let operands = Operands::of_case(&case, &problem, None);
             let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
@@ -274,21 +279,20 @@ fn what_is_too_large_for_f16_is_computed_in_f32() {
     let halves = gpu.fp8_rows().into_iter().filter(|row| row.scores() == DType::F16);
     for (number, row) in halves.enumerate() {
         let mask = mask_for(&row, 100);
-        let narrow = row.head_dim_qk() - 16;
         let mut cases = vec![
-            Case::new(700, 700, row.head_dim_qk(), mask).heads(2, 4, 4),
-            Case::new(1000, 1000, narrow, mask).heads(1, 6, 2),
-            Case::new(130, 130, row.head_dim_qk(), mask).heads(30, 8, 2),
+            case_for(&row, 700, 700, 0, mask).heads(2, 4, 4),
+            case_for(&row, 1000, 1000, 16, mask).heads(1, 6, 2),
+            case_for(&row, 130, 130, 0, mask).heads(30, 8, 2),
         ];
         if mask == Mask::Full {
             // More tiles than blocks of keys, and fewer.
-            cases.push(Case::new(1500, 150, row.head_dim_qk(), mask).heads(1, 2, 1));
-            cases.push(Case::new(1, 3000, row.head_dim_qk(), mask).heads(1, 4, 4));
+            cases.push(case_for(&row, 1500, 150, 0, mask).heads(1, 2, 1));
+            cases.push(case_for(&row, 1, 3000, 0, mask).heads(1, 4, 4));
         }
         if splits(&gpu, &row) {
             // Tiles of 192 queries make two rounds and a half, those of 128 five.
             let heads = 2 * multiprocessors + multiprocessors / 2;
-            cases.push(Case::new(150, 6003, row.head_dim_qk(), mask).heads(1, heads, 2));
+            cases.push(case_for(&row, 150, 6003, 0, mask).heads(1, heads, 2));
         }
         for case in cases {
             let half = options(&case, Scaling::PerBlock).half_scores(true).amax(true).build().unwrap();

@@ -20,7 +20,7 @@ fn case(row: &KernelInfo) -> Case {
         MaskClass::Causal => Mask::causal(),
         _ => Mask::window(Some(70), Some(3)),
     };
-    Case::new(QUERIES, KEYS, row.head_dim_qk(), mask).heads(1, 4, 2)
+    Case::new(QUERIES, KEYS, row.head_dim_qk(), mask).head_dim_vo(row.head_dim_vo()).heads(1, 4, 2)
 }
 
 /// Operands that are fine, of the problem that a row is for. A power of two moves from the factors of K to those of Q, so that a

@@ -16,18 +16,19 @@ fn long_sequences_are_as_accurate_as_quantisation_allows() {
     assert!(!rows.is_empty(), "no row of e4m3 operands runs here");
     let mut workspace = Workspace::alloc(&gpu.lane(), 1 << 12).unwrap();
     let (mut wrong, mut taken) = (Vec::new(), vec![0; rows.len()]);
-    for head_dim in [64, 128] {
+    for head_dims in [[64, 64], [128, 128], [192, 128], [256, 256]] {
         for values in [Values::Normal, Values::Positive] {
             // compute-sanitizer sees all there is to see in a short one.
             for &keys in &KEYS[..Grid::from_env().pick(1, KEYS.len())] {
-                let long = Long::new(keys, head_dim, values);
+                let long = Long::new(keys, head_dims, values);
                 let settings =
                     SETTINGS.into_iter().flat_map(|s| half_scores_of(&rows).into_iter().map(move |p| (s, p)));
                 for ((mask, scaling), half) in settings {
                     let quantised = long.quantised(mask, scaling, half);
                     let problem = quantised.operands.problem();
                     let on_device = OnDevice::new(&gpu.stream, &quantised.operands);
-                    let fits = |row: &KernelInfo| row.head_dim_qk() == head_dim && (row.scores() == DType::F16) == half;
+                    let fits =
+                        |row: &KernelInfo| row.head_dim_qk() == head_dims[0] && (row.scores() == DType::F16) == half;
                     for (row, taken) in rows.iter().zip(&mut taken).filter(|(row, _)| fits(row)) {
                         let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
                         let written = on_device.run::<f16>(&gpu.stream, &mut workspace, &plan, None).unwrap();

@@ -13,9 +13,8 @@ use crate::mask_of;
 
 /// A case for a row: several tiles and heads, a ragged end.
 fn case(row: &KernelInfo, seed: u64) -> Case {
-    let case =
-        Case::new(3 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
-    Case { seed, ..case }
+    let case = Case::new(3 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask()));
+    Case { seed, ..case.head_dim_vo(row.head_dim_vo()).heads(2, 6, 2) }
 }
 
 fn operands(row: &KernelInfo, seed: u64) -> Operands {

@@ -41,7 +41,7 @@ impl Drawn {
         let mut rows = |packed: bool| if packed { pick(&[0, 1, 130, 777, 3000]) } else { pick(&[0, 1, 63, 128, 300]) };
         let [seqlen_q, seqlen_kv] = lists.packed.map(&mut rows);
         let (heads_kv, group) = (pick(&[1, 2, 3]), pick(&[1, 1, 2, 4]));
-        let head_dims = [16, 32, 48, 64, 80, 96, 112, 128, 64, 128];
+        let head_dims = [16, 32, 48, 64, 80, 96, 112, 128, 64, 128, 144, 192, 240, 256];
         let dims = Dims::new(batch, seqlen_q, heads_kv * group, pick(&head_dims)).with_seqlen_kv(seqlen_kv);
         let dims = dims.with_heads_kv(heads_kv).with_head_dim_vo(pick(&head_dims));
         let mut kind = || {

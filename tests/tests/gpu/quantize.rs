@@ -60,8 +60,8 @@ fn random<T: Float>(gpu: &Gpu, seed: u64) {
     let heads_kv = pick(&[1, 2, 3]);
     let (batch, seqlen_q) = (pick(&[1, 1, 2, 3, 0]), pick(&[0, 1, 7, 127, 128, 129, 300, 1000, 2500]));
     let (seqlen_kv, group) = (pick(&[1, 63, 128, 255, 257, 777, 1500]), pick(&[1, 1, 2, 4]));
-    let head_dim_qk = pick(&[16, 32, 48, 64, 80, 96, 112, 128, 64, 128]);
-    let head_dim_vo = pick(&[16, 32, 48, 64, 80, 96, 112, 128]);
+    let head_dim_qk = pick(&[16, 32, 48, 64, 80, 96, 112, 128, 144, 176, 192, 208, 240, 256, 64, 128, 192, 256]);
+    let head_dim_vo = pick(&[16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]);
     let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv);
     let dims = dims.with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
     let hadamard = rng.random_bool(0.6).then(|| rng.random());
@@ -294,7 +294,7 @@ fn what_the_gpu_does_not_take_is_refused() {
         |dims, source| quantizer(&problem(dims, Scaling::PerHead), source, None).plan(&device).unwrap_err().to_string();
     assert!(text(dims, DType::F32).ends_with("nearest: bf16, f16"), "{}", text(dims, DType::F32));
     let odd = text(dims.with_head_dim_qk(40), DType::BF16);
-    assert!(odd.contains("head_dim 40") && odd.ends_with("nearest: multiples of 16 up to 128"), "{odd}");
+    assert!(odd.contains("head_dim 40") && odd.ends_with("nearest: multiples of 16 up to 256"), "{odd}");
 
     // Memory and streams of another context object, a workspace that is too small, a stream of the CPU.
     let sample = Sample::<bf16>::new(

@@ -16,7 +16,7 @@
 // index of the chunk with c.
 //
 // Some slabs have rows of 64 bytes:
-// - A tile of e4m3 elements has one slab, with rows as long as the head dim.
+// - A tile of e4m3 elements has slabs of 128 columns, or of 64 where the head dim is no multiple of 128.
 // - A tile of 16-bit elements has slabs of 32 columns where the head dim is no multiple of 64.
 //
 // Such a row has four chunks, whose index is xor-ed with bits 1 and 2 of the row (the 64-byte swizzle). Two rows take

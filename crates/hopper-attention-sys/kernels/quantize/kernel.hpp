@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
           largest = largest_magnitude(x);
         }
       } else {
+        rotate_across<kHeadDim, kRotation>(x, row_lane);
         largest = largest_magnitude(x);
       }
       largest = multiply(largest, norms.of_chunk[0]);

@@ -52,20 +52,23 @@ Kernel<KernelParams> kernel_of(bool once) noexcept {
   return kernel;
 }
 
+template <DType kSource, Rotation kRotation, class KernelParams>
+Kernel<KernelParams> kernel_of(int head_dim, bool once) noexcept {
+  return head_dim <= 64    ? kernel_of<kSource, 64, kRotation, KernelParams>(once)
+         : head_dim <= 128 ? kernel_of<kSource, 128, kRotation, KernelParams>(once)
+                           : kernel_of<kSource, kLargestHeadDim, kRotation, KernelParams>(once);
+}
+
 // `once`: the kernel of once.hpp. There is none for PackedParams.
 template <DType kSource, class KernelParams>
 Kernel<KernelParams> kernel_of(int head_dim, Rotation rotation, bool once) noexcept {
-  bool const small = head_dim <= 64;
   switch (rotation) {
     case Rotation::Whole:
-      return small ? kernel_of<kSource, 64, Rotation::Whole, KernelParams>(once)
-                   : kernel_of<kSource, 128, Rotation::Whole, KernelParams>(once);
+      return kernel_of<kSource, Rotation::Whole, KernelParams>(head_dim, once);
     case Rotation::PowersOfTwo:
-      return small ? kernel_of<kSource, 64, Rotation::PowersOfTwo, KernelParams>(once)
-                   : kernel_of<kSource, 128, Rotation::PowersOfTwo, KernelParams>(once);
+      return kernel_of<kSource, Rotation::PowersOfTwo, KernelParams>(head_dim, once);
     default:
-      return small ? kernel_of<kSource, 64, Rotation::None, KernelParams>(once)
-                   : kernel_of<kSource, 128, Rotation::None, KernelParams>(once);
+      return kernel_of<kSource, Rotation::None, KernelParams>(head_dim, once);
   }
 }
 
@@ -77,7 +80,7 @@ cudaError_t load(Kernel<KernelParams> const& kernel) noexcept {
 template <DType kSource>
 Status prepare() noexcept {
   for (Rotation const rotation : {Rotation::None, Rotation::Whole, Rotation::PowersOfTwo}) {
-    for (int const head_dim : {64, 128}) {
+    for (int const head_dim : {64, 128, kLargestHeadDim}) {
       for (cudaError_t const error : {load(kernel_of<kSource, Params>(head_dim, rotation, false)),
                                       load(kernel_of<kSource, Params>(head_dim, rotation, true)),
                                       load(kernel_of<kSource, PackedParams>(head_dim, rotation, false))}) {
@@ -115,6 +118,9 @@ inline unsigned span_of(QuantizeTensor const& tensor, bool by_head) noexcept {
   return by_head ? tensor.group : tensor.heads;
 }
 
+// Whether one transform takes all lanes of a row.
+inline bool is_whole(int head_dim) noexcept { return head_dim == 64 || head_dim == 128 || head_dim == kLargestHeadDim; }
+
 // How a tensor's rows are rotated, and the numbers for it.
 struct RowRotation {
   Rotation rotation;
@@ -122,20 +128,20 @@ struct RowRotation {
   Signs signs;
 
   RowRotation(QuantizeTensor const& tensor, std::uint64_t seed) noexcept
-      : rotation{!tensor.rotated                                   ? Rotation::None
-                 : tensor.head_dim == 64 || tensor.head_dim == 128 ? Rotation::Whole
-                                                                   : Rotation::PowersOfTwo},
+      : rotation{!tensor.rotated             ? Rotation::None
+                 : is_whole(tensor.head_dim) ? Rotation::Whole
+                                             : Rotation::PowersOfTwo},
         norms{},
         signs{} {
     int chunk = 0;
-    for (int size = 128; size >= 16; size /= 2) {
+    for (int size = kLargestHeadDim; size >= 16; size /= 2) {
       if ((tensor.head_dim & size) != 0) {
         for (int const end = chunk + size / kChunk; chunk < end; ++chunk) {
           norms.of_chunk[chunk] = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
         }
       }
     }
-    for (int element = 0; element < 128; ++element) {
+    for (int element = 0; element < kLargestHeadDim; ++element) {
       int const bit = (element % 2 == 0 ? 15 : 31) - element % 32 / 2;
       signs.bits[element / 32] |= negative(seed, element) ? 1U << bit : 0U;
     }

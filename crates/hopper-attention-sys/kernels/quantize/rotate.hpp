@@ -1,8 +1,10 @@
-// The Hadamard transform of rows. A row is in the registers of kLanes lanes: one, or two at head dim 128.
+// The Hadamard transform of rows. A row is in the registers of kLanes lanes: one, two at head dim 128, four at 256.
 //
-// A row is kHeadDim / 8 chunks of 8 elements. Lane `l` of the row's lanes has chunks 8 l to 8 l + 7. So all steps are
-// within a lane, except the last one at head dim 128. There each lane takes both results of half of the pairs. So only
-// half of its elements are shuffled. Afterwards a lane has units (unit_of) of both halves of the row.
+// A row is kHeadDim / 8 chunks of 8 elements. Lane `l` of the row's lanes has chunks 8 l to 8 l + 7. So all steps up to
+// 64 elements are within a lane.
+// - At head dim 128 the last step is between two lanes. There each lane takes both results of half of the pairs. So
+//   only half of its elements are shuffled. Afterwards a lane has units (unit_of) of both halves of the row.
+// - At head dim 256 the last two steps are. There each lane keeps its place, and all of its elements are shuffled.
 #pragma once
 
 #include "quantize/arithmetic.hpp"
@@ -14,6 +16,7 @@ constexpr int kChunksALane = 8;  // of a row
 constexpr int kValues = kChunk * kChunksALane;
 constexpr int kUnit = 16;  // elements that are 16 bytes of e4m3
 constexpr int kUnitsALane = kValues / kUnit;
+constexpr int kLargestHeadDim = 256;
 
 template <int kHeadDim>
 constexpr int kLanes = kHeadDim / kValues;
@@ -29,7 +32,7 @@ enum class Rotation : int {
 // p, the first element has bit 15 - p and the second bit 31 - p. So one shift takes both bits to the sign bits of a
 // packed pair.
 struct Signs {
-  std::uint32_t bits[4];
+  std::uint32_t bits[kLargestHeadDim / 32];
 };
 
 // The signs of a lane's elements.
@@ -42,7 +45,7 @@ struct LaneSigns {
 
 // The factor of each chunk's elements at the end: 1 / sqrt(size of the chunk's transform).
 struct Norms {
-  float of_chunk[16];
+  float of_chunk[kLargestHeadDim / kChunk];
 };
 
 // One step of the transform, between elements that are kStep chunks apart. `chunks` is how many chunks the row has,
@@ -67,9 +70,14 @@ CUTE_DEVICE void rotate_chunks(float (&x)[kValues], int chunks) {
   }
 }
 
-// Whether the last step is between lanes.
+// Whether the last step is between two lanes.
 template <int kHeadDim, Rotation kRotation>
 constexpr bool kCrosses = kRotation == Rotation::Whole&& kLanes<kHeadDim> == 2;
+
+// Whether steps are between four lanes. The head dim is above 128: where it is no power of two, its first transform is
+// of 128 elements, of lanes 0 and 1, and all others are within a lane (240 = 128 + 64 + 32 + 16).
+template <int kHeadDim, Rotation kRotation>
+constexpr bool kExchanges = kRotation != Rotation::None&& kLanes<kHeadDim> == 4;
 
 // The unit of the row that a lane's elements from kUnit * u on are, after the rotation.
 template <int kHeadDim, Rotation kRotation>
@@ -128,7 +136,19 @@ CUTE_DEVICE Crossing cross(float const (&x)[kValues], int lane, int i) {
   return {multiply_add(sign, x[i + kValues / 2], x[i]), __shfl_xor_sync(0xffffffffU, goes, 1)};
 }
 
-// The last two steps, where the last one is between lanes. Else it does nothing.
+// A step between lanes that are kDistance apart, of lanes that take part. (The sum or difference comes of a product
+// with 1 or -1, which is exact.)
+template <int kDistance>
+CUTE_DEVICE void exchange(float (&x)[kValues], int lane, bool takes_part) {
+  float const sign = (lane & kDistance) == 0 ? 1.0F : -1.0F;
+  CUTE_UNROLL
+  for (float& one : x) {
+    float const result = multiply_add(sign, one, __shfl_xor_sync(0xffffffffU, one, kDistance));
+    one = takes_part ? result : one;
+  }
+}
+
+// The steps between lanes, with the one before where kCrosses. Where there are none it does nothing.
 template <int kHeadDim, Rotation kRotation>
 CUTE_DEVICE void rotate_across(float (&x)[kValues], int lane) {
   if constexpr (kCrosses<kHeadDim, kRotation>) {
@@ -137,6 +157,12 @@ CUTE_DEVICE void rotate_across(float (&x)[kValues], int lane) {
       auto const [stays, comes] = cross(x, lane, i);
       x[i] = add(stays, comes);
       x[i + kValues / 2] = subtract_by_lane(lane, stays, comes);
+    }
+  } else if constexpr (kExchanges<kHeadDim, kRotation>) {
+    constexpr bool kWhole = kRotation == Rotation::Whole;
+    exchange<1>(x, lane, kWhole || lane < 2);
+    if constexpr (kWhole) {
+      exchange<2>(x, lane, true);
     }
   }
 }

@@ -1,7 +1,7 @@
 // How a tile's rows come into registers and leave them.
 //
 // In registers, a row belongs to kLanes lanes (rotate.hpp). Global memory is fast where neighbouring lanes access
-// neighbouring bytes. So rows pass through shared memory. Each warp copies and stores its own 16 or 32 rows, so that a
+// neighbouring bytes. So rows pass through shared memory. Each warp copies and stores its own 8 to 32 rows, so that a
 // __syncwarp is all that is needed. In shared memory rows lie one behind the other. Their 16-byte chunks are permuted
 // by the row's low bits, so that the eight lanes that read or write together meet all banks.
 #pragma once
@@ -46,11 +46,14 @@ struct WarpTile {
   static constexpr int kRowsApart = 8 / kLanes<kHeadDim>;  // those with the same permutation of chunks
   static_assert(kRowsApart % kRowsACopy == 0 && kRowsAStore == kRowsApart, "a store's rows have the same one of units");
 
-  // Flipped in a chunk's or a unit's index in the row.
+  // Flipped in a chunk's or a unit's index in the row. A lane's chunks and units have the same.
   CUTE_DEVICE static int chunk_flips(int row, int chunk) {
     return row % kRowsApart * kLanes<kHeadDim> + chunk / kChunksALane;
   }
-  CUTE_DEVICE static int unit_flips(int row) {
+  CUTE_DEVICE static int unit_flips(int row, int unit) {
+    if constexpr (kLanes<kHeadDim> == 4) {
+      return row % 2 + unit / 8 * 2;
+    }
     int const flips = row * kLanes<kHeadDim> / 2 % 4;
     return kLanes<kHeadDim> == 2 ? flips | (flips & 2) * 2 : flips;  // serves both of what unit_of says
   }
@@ -127,7 +130,8 @@ struct WarpTile {
   template <Rotation kRotation>
   CUTE_DEVICE static std::uint32_t first_unit(std::uint32_t shared, int lane) {
     int const row = lane / kLanes<kHeadDim>;
-    return shared + row * kHeadDim + (unit_of<kHeadDim, kRotation>(lane % kLanes<kHeadDim>, 0) ^ unit_flips(row)) * 16;
+    int const unit = unit_of<kHeadDim, kRotation>(lane % kLanes<kHeadDim>, 0);
+    return shared + row * kHeadDim + (unit ^ unit_flips(row, unit)) * 16;
   }
 
   // Whether the elements of a lane's unit u are there.
@@ -140,7 +144,7 @@ struct WarpTile {
   CUTE_DEVICE static void store(std::uint32_t shared, std::uint64_t stored, std::uint64_t row_bytes, int rows,
                                 int chunks, int lane) {
     int const row = lane / kUnits;
-    int const unit = lane % kUnits ^ unit_flips(row);
+    int const unit = lane % kUnits ^ unit_flips(row, lane % kUnits);
     std::uint64_t target = stored + static_cast<unsigned>(row) * row_bytes + unit * 16;
     std::uint64_t const step = kRowsAStore * row_bytes;
     int const there = 2 * unit < chunks ? rows - row : 0;
@@ -158,6 +162,14 @@ struct WarpTile {
 // Those of the lane's elements, before the rotation.
 template <int kHeadDim>
 CUTE_DEVICE LaneSigns signs_of(Signs const& signs, int lane) {
+  if constexpr (kLanes<kHeadDim> == 4) {
+    bool const odd = lane % 2 != 0;
+    bool const high = lane % 4 >= 2;
+    auto const of = [&](int i) {
+      return high ? (odd ? signs.bits[6 + i] : signs.bits[4 + i]) : (odd ? signs.bits[2 + i] : signs.bits[i]);
+    };
+    return {{of(0), of(1)}};
+  }
   bool const upper = lane % kLanes<kHeadDim> != 0;
   return {{upper ? signs.bits[2] : signs.bits[0], upper ? signs.bits[3] : signs.bits[1]}};
 }

@@ -157,8 +157,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             // e4m3 operands have no cap.
             let mut case = if fp8 { case } else { random::capped(case, softcap) };
             case.values = values.unwrap_or(case.values);
-            if for_gpu && pass != Pass::Forward {
-                // Only forward kernels have head dims above 128.
+            if for_gpu && pass == Pass::Backward {
+                // Backward kernels have no head dims above 128.
                 let dims = case.dims;
                 case.dims =
                     dims.with_head_dim_qk(dims.head_dim_qk.min(128)).with_head_dim_vo(dims.head_dim_vo.min(128));
@@ -371,11 +371,16 @@ mod tests {
         let mut drawn = |for_gpu| (0..400).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
         let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
         let widest = |problem: &Problem| problem.case.dims.head_dim_qk.max(problem.case.dims.head_dim_vo);
-        // Only forward kernels, of either instruction set, have head dims above 128.
+        // All but backward kernels, of either instruction set, have head dims above 128.
         let wide: Vec<_> = on_gpu.iter().filter(|problem| widest(problem) > 128).collect();
-        assert!(wide.iter().all(|problem| problem.pass == Pass::Forward && widest(problem) <= 256));
+        assert!(wide.iter().all(|problem| problem.pass != Pass::Backward && widest(problem) <= 256));
         for arch in [None, Some(Arch::Sm90), Some(Arch::Sm80)] {
-            assert!(wide.iter().any(|problem| problem.arch == arch), "{arch:?}");
+            assert!(wide.iter().any(|problem| problem.arch == arch && problem.pass == Pass::Forward), "{arch:?}");
+        }
+        for pass in [Pass::Fp8, Pass::Quantize] {
+            let of_pass = || wide.iter().filter(|problem| problem.pass == pass);
+            assert!(of_pass().count() > 5 && of_pass().any(|problem| problem.fp8.hadamard.is_some()), "{pass:?}");
+            assert!(of_pass().any(|problem| problem.forward().has_lengths()), "{pass:?}");
         }
         for pass in [Pass::Forward, Pass::Backward, Pass::Fp8] {
             let wide: Vec<_> = on_cpu.iter().filter(|problem| problem.pass == pass && widest(problem) > 256).collect();

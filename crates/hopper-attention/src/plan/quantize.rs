@@ -21,17 +21,18 @@ use crate::table::{QuantizeInfo, quantize_kernels};
 /// Head dims are multiples of this, because the kernels store e4m3 rows in steps of 16 bytes.
 const HEAD_DIM_STEP: usize = 16;
 /// The largest head dim, because a few lanes hold a whole row in registers.
-const LARGEST_HEAD_DIM: usize = 128;
+const LARGEST_HEAD_DIM: usize = 256;
 /// Size in bytes of the workspace's first part: the counts, as integers.
 const COUNTS_BYTES: usize = 64;
 /// What a tensor needs of the workspace where its tiles are read twice, in bytes: a counter of tiles, and for each factor the
 /// largest magnitude and the number of tiles that it was taken over.
 const COUNTER_BYTES: usize = 16;
 const SHARED_FACTOR_BYTES: usize = 8;
-/// What a tensor needs of the workspace where its tiles are read once, in bytes: the largest magnitude of each tile. A tile has
-/// at least this many rows.
+/// What a tensor needs of the workspace where its tiles are read once, in bytes: the largest magnitude of each tile.
 const TILE_BYTES: usize = 4;
+/// The rows of such a tile, at least: of head dims up to 128, and of larger ones.
 const TILE_ROWS: usize = 64;
+const TILE_ROWS_OF_WIDE: usize = 32;
 
 /// How a GPU quantises: the kernels and the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +81,8 @@ fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Re
     let mut blocks = [0; 2];
     // k and v are of one side.
     for ((of, side), state) in TENSORS.iter().zip([0, 1, 1]).zip(&mut state) {
-        let ([batch, seqlen, heads, _], [batches, factor_heads, _]) = ((of.shape)(problem), (of.factors)(problem));
+        let ([batch, seqlen, heads, head_dim], [batches, factor_heads, _]) =
+            ((of.shape)(problem), (of.factors)(problem));
         let has_lengths = of.lengths.iter().any(|&slot| problem.wants(slot));
         let of_head = most_tiles((of.packed)(problem), dims.batch, seqlen, SCALE_BLOCK);
         if of_head.checked_mul(heads).is_none_or(|blocks| blocks >= 1 << 30) {
@@ -92,7 +94,8 @@ fn select(quantizer: &Quantizer, gpu: &DeviceFacts, rows: &[QuantizeInfo]) -> Re
         *state = workspace_bytes;
         if problem.scaling() != Some(Scaling::PerBlock) {
             let twice = COUNTER_BYTES + SHARED_FACTOR_BYTES * batches * factor_heads;
-            let tiles = if has_lengths { 0 } else { batch * heads * seqlen.div_ceil(TILE_ROWS) };
+            let tile_rows = if head_dim > 128 { TILE_ROWS_OF_WIDE } else { TILE_ROWS };
+            let tiles = if has_lengths { 0 } else { batch * heads * seqlen.div_ceil(tile_rows) };
             workspace_bytes += twice.max(TILE_BYTES * tiles).next_multiple_of(16);
         }
     }
@@ -222,6 +225,14 @@ mod tests {
         let short = |scaling| select(&quantizer(short, scaling, DType::F16), &h100, &ROWS).unwrap().state;
         assert_eq!((short(Scaling::PerTensor), short(Scaling::PerHead)), ([64, 96, 128], [64, 112, 160]));
         assert_eq!(block.row.to_string(), "sm90 quantise f16 to e4m3");
+        // Above head dim 128 a tile has half as many rows: q has 24 tiles of 32 of its 65 rows, v 16.
+        let of = |head_dim_qk, head_dim_vo| {
+            let dims = Dims { seqlen_q: 65, seqlen_kv: 65, heads_kv: 4, heads_q: 4, head_dim_qk, head_dim_vo, ..DIMS };
+            select(&quantizer(dims, Scaling::PerTensor, DType::BF16), &h100, &ROWS).unwrap()
+        };
+        assert_eq!((of(144, 128).state, of(144, 128).workspace_bytes), ([64, 160, 256], 320));
+        assert_eq!((of(128, 256).state, of(128, 256).workspace_bytes), ([64, 128, 192], 288));
+        assert_eq!((of(16, 128).state, of(256, 256).state), ([64, 128, 192], [64, 160, 256]));
     }
 
     /// The choice for sequences with lengths in memory, of the kind that `with` asks for.
@@ -284,12 +295,22 @@ mod tests {
         );
         assert_eq!(
             text(Dims { head_dim_vo: 24, ..DIMS }, DType::BF16, &h100, &ROWS),
-            "unsupported: quantise bf16 to e4m3 per-head with head_dim 24 on sm_90; nearest: multiples of 16 up to 128"
+            "unsupported: quantise bf16 to e4m3 per-head with head_dim 24 on sm_90; nearest: multiples of 16 up to 256"
         );
-        for (head_dim_qk, head_dim_vo) in [(144, 16), (16, 192), (256, 256), (512, 512)] {
+        for (head_dim_qk, head_dim_vo) in [(144, 16), (16, 192), (192, 128), (256, 256)] {
+            assert!(
+                select(
+                    &quantizer(Dims { head_dim_qk, head_dim_vo, ..DIMS }, Scaling::PerHead, DType::BF16),
+                    &h100,
+                    &ROWS
+                )
+                .is_ok()
+            );
+        }
+        for (head_dim_qk, head_dim_vo) in [(272, 16), (16, 264), (512, 512)] {
             let refused = text(Dims { head_dim_qk, head_dim_vo, ..DIMS }, DType::BF16, &h100, &ROWS);
             let named =
-                format!("head_dim {} on sm_90; nearest: multiples of 16 up to 128", head_dim_qk.max(head_dim_vo));
+                format!("head_dim {} on sm_90; nearest: multiples of 16 up to 256", head_dim_qk.max(head_dim_vo));
             assert!(refused.ends_with(&named), "{refused}");
         }
         let ada = DeviceFacts { arch: ComputeCapability { major: 8, minor: 9 }, ..h100 };

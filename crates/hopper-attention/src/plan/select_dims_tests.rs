@@ -189,3 +189,77 @@ fn groups_of_heads_are_smaller_at_larger_head_dims() {
     assert_eq!([512, 1024, 2048].map(|seqlen| groups(256, 256, seqlen)), [(16, 5), (16, 7), (16, 8)]);
     assert_eq!(groups(192, 128, 1024), (16, 5));
 }
+
+/// Rows of e4m3 for head dims up to 64 and 128, and larger ones as `fp8.def` has them.
+fn wide_fp8() -> Vec<KernelInfo> {
+    let (f32, f16) = (DType::F32, DType::F16);
+    let mut rows = Vec::new();
+    for mask in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+        for (qk, vo, tile_m, tile_n, scores) in [
+            (64, 64, 128, 128, f32),
+            (128, 128, 128, 128, f32),
+            (192, 128, 128, 128, f32),
+            (256, 256, 128, 64, f32),
+            (192, 128, 192, 128, f16),
+            (192, 128, 128, 128, f16),
+            (256, 256, 128, 128, f16),
+        ] {
+            if mask == MaskClass::Window && tile_m == 192 {
+                continue;
+            }
+            let packs = scores == f32;
+            let row = row(rows.len() as u32, mask, qk, tile_m);
+            rows.push(KernelInfo { dtype: DType::E4M3, head_dim_vo: vo, tile_n, scores, packs, ..row });
+        }
+    }
+    rows
+}
+
+#[test]
+fn e4m3_takes_head_dims_of_192_with_128_and_of_256() {
+    let of = |qk: usize, vo: usize, seqlen: usize, mask, half: bool| {
+        let dims = Dims { head_dim_qk: qk, head_dim_vo: vo, seqlen_q: seqlen, seqlen_kv: seqlen, ..DIMS };
+        ForwardProblem::builder(DType::E4M3, dims).mask(mask).half_scores(half).build().unwrap()
+    };
+    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(9))];
+    for mask in masks {
+        for (qk, vo, row) in [
+            (192, 128, (192, 128)),
+            (144, 16, (192, 128)),
+            (192, 144, (256, 256)),
+            (128, 144, (256, 256)),
+            (208, 64, (256, 256)),
+            (16, 256, (256, 256)),
+            (256, 256, (256, 256)),
+            (64, 128, (128, 128)),
+        ] {
+            let choice = select(&of(qk, vo, 4096, mask, false), &H100, &wide_fp8()).unwrap();
+            assert_eq!((choice.kernel.head_dim_qk, choice.kernel.head_dim_vo), row, "{qk}/{vo}, {mask}");
+            assert_eq!(choice.fallback, None);
+        }
+        // Scores in f16 have the fallback of the same head dims, also where that one has other blocks of keys.
+        for (qk, vo, tile_n) in [(192, 128, 128), (176, 112, 128), (256, 256, 64), (240, 240, 64)] {
+            let choice = select(&of(qk, vo, 8192, mask, true), &H100, &wide_fp8()).unwrap();
+            let behind = choice.fallback.unwrap().kernel;
+            assert_eq!((choice.kernel.scores, behind.scores), (DType::F16, DType::F32), "{choice}");
+            assert_eq!((choice.kernel.tile_n, behind.tile_n), (128, tile_n), "{choice}");
+            assert_eq!(
+                (behind.head_dim_qk, behind.head_dim_vo),
+                (choice.kernel.head_dim_qk, choice.kernel.head_dim_vo)
+            );
+            // A packed problem takes the row that packs.
+            let packed = of(qk, vo, 8192, mask, true).to_builder().packed(true).build().unwrap();
+            assert_eq!(select(&packed, &H100, &wide_fp8()).unwrap().kernel, behind);
+        }
+    }
+    // Three warpgroups take long sequences of head dims 192 and 128, two take short ones and windows.
+    let tile_m = |seqlen, mask| select(&of(192, 128, seqlen, mask, true), &H100, &wide_fp8()).unwrap().kernel.tile_m;
+    assert_eq!(masks.map(|mask| tile_m(16384, mask)), [192, 192, 128]);
+    assert_eq!(masks.map(|mask| tile_m(512, mask)), [128, 128, 128]);
+    for (qk, vo) in [(272, 16), (16, 272), (512, 512)] {
+        let text = refused(&of(qk, vo, 512, Mask::Full, true), &H100, &wide_fp8());
+        let nearest = "for e4m3, full, on sm90; nearest: up to 64 with 64, up to 128 with 128, up to 192 with 128, \
+                       up to 256 with 256";
+        assert!(text.contains(&format!("head_dim_qk {qk} with head_dim_vo {vo}")) && text.ends_with(nearest), "{text}");
+    }
+}

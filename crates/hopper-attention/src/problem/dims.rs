@@ -24,8 +24,8 @@ const SEQLEN_SUM_END: usize = 1 << 30;
 /// - The CPU takes every pair, in both passes and in the [`Quantizer`](crate::Quantizer). (It is tested with multiples of 8 up
 ///   to 512, and with some others.)
 /// - A GPU takes multiples of 8, and of 16 for e4m3 operands, up to those of the compiled kernels
-///   ([`kernels`](crate::kernels), [`backward_kernels`](crate::backward_kernels)): 256 in the forward on Hopper, 128 in the
-///   backward, for e4m3 and for `sm80` kernels. A smaller head dim runs exactly in a larger kernel. Other head dims are refused
+///   ([`kernels`](crate::kernels), [`backward_kernels`](crate::backward_kernels)): 256 in the forward, 128 in the
+///   backward. A smaller head dim runs exactly in a larger kernel. Other head dims are refused
 ///   by name when a plan is made.
 ///
 /// ```

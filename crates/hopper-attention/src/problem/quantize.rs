@@ -27,9 +27,9 @@ use crate::operand::{Operand, Operands, Slot};
 /// - [`counts`](crate::QuantizeArgs::counts) gives the number of saturated elements and of elements that are not finite.
 ///
 /// The CPU takes any head dims and all three types. A GPU gives the same bytes. GPU kernels read bf16 and f16, and take head
-/// dims that are multiples of 16 up to 128. A kernel reads a tensor once, or twice if too many rows share a factor: on 132
+/// dims that are multiples of 16 up to 256. A kernel reads a tensor once, or twice if too many rows share a factor: on 132
 /// multiprocessors more than about 57,000 rows, or 38,000 with incoherent processing. (At head dims up to 64 these limits are
-/// twice as high.)
+/// twice as high, above 128 half as high.)
 ///
 /// # Sequences of different lengths
 ///
@@ -58,8 +58,8 @@ use crate::operand::{Operand, Operands, Slot};
 /// ```
 ///
 /// *Transform.* A head dim is cut into blocks whose sizes are the powers of two of its binary representation, largest first:
-/// 128 is one block, 80 is 64 and 16, 112 is 64, 32 and 16, 192 is 128 and 64. Each block is multiplied by the Hadamard matrix of its size in
-/// Sylvester's order, `(-1)^popcount(i & j) / sqrt(size)`. The arithmetic is f32, in this order:
+/// 128 is one block, 80 is 64 and 16, 112 is 64, 32 and 16, 192 is 128 and 64. Each block is multiplied by the Hadamard
+/// matrix of its size in Sylvester's order, `(-1)^popcount(i & j) / sqrt(size)`. The arithmetic is f32, in this order:
 ///
 /// 1. For `h` = 1, 2, 4, ..: cut the vector into runs of `2 h` elements, without a last run that is shorter. In each run,
 ///    elements `i` and `i + h` become their sum and their difference.

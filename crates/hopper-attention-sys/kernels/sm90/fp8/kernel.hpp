@@ -2,9 +2,10 @@
 //
 // Words such as tile, block, stage and turn are defined in common/row.hpp.
 //
-// A tile is kTileM queries of one head. A block is kTileN = 128 keys. All keys of a block have the same descale factor,
-// and so have its values. The grid is persistent: a CTA computes one tile after another. common/tile_scheduler.hpp says
-// which tiles. The last tiles may be split into pieces, which different CTAs compute (split.hpp).
+// A tile is kTileM queries of one head. A block is kTileN keys: 128, or 64 at head dim 256 with scores in f32. All keys
+// of a block have the same descale factor, and so have its values. The grid is persistent: a CTA computes one tile
+// after another. common/tile_scheduler.hpp says which tiles. The last tiles may be split into pieces, which different
+// CTAs compute (split.hpp).
 //
 // The factors of a block are made of the descale factors: what a score is multiplied by (of Q and K, with the softmax
 // scale), and what the block's P V is multiplied by (of V). The latter is relative to largest_v, the largest descale
@@ -45,10 +46,18 @@
 //     V^T              3 x 17   4 or 3 x 17           4 x 9         4 x 9
 //     V                2 x 16         2 x 16          2 x 8         2 x 8
 //
+//     head dim        192/128        192/128    256, f16 scores  256, f32 scores
+//     consumers             2              3                  2                2
+//     Q                2 x 24         2 x 36             2 x 32           2 x 32
+//     K                3 x 24         2 x 24             2 x 32           3 x 16
+//     V^T              3 x 17         2 x 17             2 x 33         3 x 16.5
+//     V                2 x 16         2 x 16      2 x 16 (halves)         2 x 16
+//
 // A kernel for such sequences has 8 KB more, for a copy of the table.
 //
-// Rows of Q, K and V are swizzled over their length, 128 or 64 bytes. A row of V^T is the 128 keys of one column. Each
-// stage of V^T has eight more rows, of ones: the product with V^T then sums the weights too (mma.hpp).
+// Rows of Q, K and V lie in slabs of 128 or 64 bytes, over which they are swizzled (common/slab.hpp). A row of V^T is
+// the keys of one column, 128 or 64. Each stage of V^T has eight more rows, of ones: the product with V^T then sums the
+// weights too (mma.hpp).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

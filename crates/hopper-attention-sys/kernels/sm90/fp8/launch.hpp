@@ -70,12 +70,13 @@ Status fp8_launch_packed(FwdParams const& params, CUstream_st* stream) noexcept 
   }
   CUtensorMap map_q, map_k, map_v;
   auto const encode_maps = [&]() {
-    MapEncoder<FwdParams, true> encode{params, DType::E4M3, Traits::kHeadDimQK};
+    MapEncoder<FwdParams, true> encode{params, DType::E4M3, Traits::kSlabQK};
     encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
     // Without any key, K and V may have no address; nothing is read by their maps then.
     bool const has_keys = params.seqlen_kv > 0;
     encode.keys(map_k, has_keys ? params.k : params.q, params.head_dim_qk, Traits::kTileN);
-    encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kTileN);
+    encode.box_columns = Traits::kSlabVO;
+    encode.keys(map_v, has_keys ? params.v : params.q, params.head_dim_vo, Traits::kKeysRaw);
     return encode.status;
   };
   Sequences const& sequences = params.sequences;
@@ -133,10 +134,11 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   }
 
   CUtensorMap map_q, map_k, map_v;
-  MapEncoder<FwdParams> encode{params, DType::E4M3, Traits::kHeadDimQK};
+  MapEncoder<FwdParams> encode{params, DType::E4M3, Traits::kSlabQK};
   encode.queries(map_q, params.q, params.head_dim_qk, Traits::kTileM);
   encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
-  encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
+  encode.box_columns = Traits::kSlabVO;
+  encode.keys(map_v, params.v, params.head_dim_vo, Traits::kKeysRaw);
   if (!is_ok(encode.status)) {
     return encode.status;
   }

@@ -25,6 +25,9 @@ struct Fp8Load {
   using Storage = typename Traits::SharedStorage;
   using Params = typename Traits::Params;
 
+  // Stages of V, as it is loaded, that a block takes.
+  static constexpr int kRawStages = Traits::kTileN / Traits::kKeysRaw;
+
   // Least ratio of a block's factor of V to the head's largest. A smaller one counts as this, which keeps sums in the
   // range of f32.
   static constexpr float kLeastRatio = 0x1p-100F;
@@ -65,15 +68,8 @@ struct Fp8Load {
     return {unit, pair, ratio_v, 0.0F};
   }
 
-  // One lane: asks for the first rows of a tile.
-  CUTE_DEVICE static void copy_rows(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint,
-                                    typename Traits::Element* to, DenseRows const& rows) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, to, 0, rows.row, rows.head, rows.place);
-  }
-  CUTE_DEVICE static void copy_rows(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint,
-                                    typename Traits::Element* to, PackedRows const& rows) {
-    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, hint, to, 0, rows.row, rows.head, int{kPackedEnd}, rows.place);
-  }
+  // The index of a block's factors in the sequence.
+  CUTE_DEVICE static int factor_of(int block) { return block / (Traits::kScaleBlock / Traits::kTileN); }
 
   // Rows from a batch entry to the next.
   struct RowsApart {
@@ -121,7 +117,7 @@ struct Fp8Load {
       bool const has_keys = !Traits::kIsPacked || keys_of(params, tile) > 0;
       TensorDesc const& descale = of_keys ? params.descale_k : params.descale_v;
       float const* own =
-          &factor(descale, tile.batch, head, first_factor_kv(params, tile) + visits.block(visits.first()));
+          &factor(descale, tile.batch, head, first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
       float largest_v = 1.0F;
       if (has_keys) {
         largest_v = largest_factor(params.descale_v, tile.batch, head, first_factor_kv(params, tile),
@@ -139,14 +135,15 @@ struct Fp8Load {
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
-        auto const v = RingPosition<Traits::kStagesRaw>::of(count);
+        auto const first_v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count);
         float const factor = has_keys ? *own : 1.0F;
-        own -= (visits.block(visit) - visits.block(visits.next(visit))) * descale.stride_row;
+        own -= (factor_of(visits.block(visit)) - factor_of(visits.block(visits.next(visit)))) * descale.stride_row;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
-          copy_rows(map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
-                    keys_at(tile, rows_apart(params).k, visits.block(visit) * Traits::kTileN, head));
+          load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabQK>(
+              map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
+              keys_at(tile, rows_apart(params).k, visits.block(visit) * Traits::kTileN, head));
         }
         if (first) {
           first = false;
@@ -167,10 +164,16 @@ struct Fp8Load {
         __syncwarp();
         if (cute::elect_one_sync()) {
           storage.k_full[k.stage].arrive();
-          storage.v_empty[v.stage].wait(v.parity ^ 1);
-          storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
-          copy_rows(map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
-                    keys_at(tile, rows_apart(params).v, visits.block(visit) * Traits::kTileN, head));
+          CUTE_UNROLL
+          for (int half = 0; half < kRawStages; ++half) {
+            auto const v = half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
+            storage.v_empty[v.stage].wait(v.parity ^ 1);
+            storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
+            load_tile<Traits::kKeysRaw, Traits::kHeadDimVO, Traits::kSlabVO>(
+                map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
+                keys_at(tile, rows_apart(params).v, visits.block(visit) * Traits::kTileN + half * Traits::kKeysRaw,
+                        head));
+          }
         }
         __syncwarp();
       }
@@ -262,13 +265,14 @@ struct Fp8Load {
                       first_factor_q(params, tile) + tile.block * Traits::kTileM / Traits::kScaleBlock);
       if (!Traits::kIsPacked || keys_of(params, tile) > 0) {
         prefetch_factor(params.descale_k, tile.batch, head,
-                        first_factor_kv(params, tile) + visits.block(visits.first()));
+                        first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
         prefetch_factor(params.descale_v, tile.batch, head,
-                        first_factor_kv(params, tile) + visits.block(visits.first()));
+                        first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
       }
       storage.q_full[stage].arrive_expect_bytes(Traits::kBytesQ);
-      copy_rows(map_q, storage.q_full[stage], kEvictFirst, storage.q[stage],
-                queries_at(tile, rows_apart(params).q, tile.block * Traits::kTileM));
+      load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabQK>(
+          map_q, storage.q_full[stage], kEvictFirst, storage.q[stage],
+          queries_at(tile, rows_apart(params).q, tile.block * Traits::kTileM));
     }
     storage.tile_full[stage].arrive();
   }
@@ -277,7 +281,7 @@ struct Fp8Load {
   CUTE_DEVICE static void ones(Storage& storage) {
     constexpr int kWords = 8 * Traits::kTileN / 4;
     for (int i = static_cast<int>(threadIdx.x); i < Traits::kStages * kWords; i += Traits::kThreads) {
-      auto* const ones = reinterpret_cast<std::uint32_t*>(storage.vt[i / kWords] + Traits::kBytesV);
+      auto* const ones = reinterpret_cast<std::uint32_t*>(storage.vt[i / kWords] + Traits::kTileN * Traits::kHeadDimVO);
       ones[i % kWords] = 0x38383838U;
     }
     fence_proxy_async();
@@ -291,7 +295,7 @@ struct Fp8Load {
   // - of each 16 columns: the even ones before the odd ones, so that eight rows lie in eight banks.
   //   (epilogue.hpp undoes this order.)
   CUTE_DEVICE static void transpose(Params const& params, Band const& launch_band, Storage& storage, int transposer) {
-    constexpr int kRowBytes = Traits::kHeadDimVO;
+    constexpr int kRowBytes = Traits::kSlabVO;
     int const lane = static_cast<int>(threadIdx.x) % 32;
     // Where the lane reads of the first 16 keys and 32 columns (a key's row, 16 columns of it), and where it writes: a
     // column's 16 keys. Other columns and keys are those addresses with bits flipped, or an offset away.
@@ -308,39 +312,48 @@ struct Fp8Load {
       }
       CUTE_NO_UNROLL
       for (int left = visits.count(); left > 0; --left) {
-        auto const v = RingPosition<Traits::kStagesRaw>::of(count);
+        auto const first_v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count);
         auto const vt = RingPosition<Traits::kStages>::of(count);
-        storage.v_full[v.stage].wait(v.parity);
-        storage.vt_empty[vt.stage].wait(vt.parity ^ 1);
-        std::uint32_t const from = cute::cast_smem_ptr_to_uint(storage.v[v.stage]) + lane_from;
-        std::uint32_t const to = cute::cast_smem_ptr_to_uint(storage.vt[vt.stage]) + lane_to;
-        // Loads come before the first of their stores, or their latency would be what a block takes.
-        constexpr int kBatch = Traits::kTransposeBatch;
-        constexpr int kKeySteps = Traits::kTileN / (16 * Traits::kTransposers);
-        constexpr int kColumnSteps = kRowBytes / 32;
-        constexpr int kSteps = kColumnSteps * kKeySteps;
-        static_assert(kSteps % kBatch == 0);
-        auto const columns = [](int step) { return step % kColumnSteps * 32; };
-        auto const keys = [](int step) { return step / kColumnSteps * 16 * Traits::kTransposers; };
         CUTE_UNROLL
-        for (int step = 0; step < kSteps; step += kBatch) {
-          std::uint32_t r[kBatch][4];
-          CUTE_UNROLL
-          for (int i = 0; i < kBatch; ++i) {
-            load_transposed((from ^ columns(step + i)) + keys(step + i) * kRowBytes, r[i]);
+        for (int half = 0; half < kRawStages; ++half) {
+          auto const v = half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
+          storage.v_full[v.stage].wait(v.parity);
+          if (half == 0) {
+            storage.vt_empty[vt.stage].wait(vt.parity ^ 1);
           }
+          std::uint32_t const from = cute::cast_smem_ptr_to_uint(storage.v[v.stage]) + lane_from;
+          std::uint32_t const to = cute::cast_smem_ptr_to_uint(storage.vt[vt.stage]) + lane_to;
+          // Loads come before the first of their stores, or their latency would be what a block takes.
+          constexpr int kBatch = Traits::kTransposeBatch;
+          constexpr int kKeySteps = Traits::kKeysRaw / (16 * Traits::kTransposers);
+          constexpr int kColumnSteps = Traits::kHeadDimVO / 32;
+          constexpr int kSteps = kColumnSteps * kKeySteps;
+          static_assert(kSteps % kBatch == 0);
+          auto const columns = [](int step) { return step % kColumnSteps * 32; };
+          auto const keys = [](int step) { return step / kColumnSteps * 16 * Traits::kTransposers; };
           CUTE_UNROLL
-          for (int i = 0; i < kBatch; ++i) {
-            store_matrices((to ^ keys(step + i)) + columns(step + i) * Traits::kTileN,
-                           __byte_perm(r[i][0], r[i][1], 0x6420), __byte_perm(r[i][0], r[i][1], 0x7531),
-                           __byte_perm(r[i][2], r[i][3], 0x6420), __byte_perm(r[i][2], r[i][3], 0x7531));
+          for (int step = 0; step < kSteps; step += kBatch) {
+            std::uint32_t r[kBatch][4];
+            CUTE_UNROLL
+            for (int i = 0; i < kBatch; ++i) {
+              auto const at = ColumnsOf<kRowBytes>::of_byte(columns(step + i));
+              load_transposed(at.template from<Traits::kKeysRaw>(from) + keys(step + i) * kRowBytes, r[i]);
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < kBatch; ++i) {
+              store_matrices((to ^ (half * Traits::kKeysRaw + keys(step + i))) + columns(step + i) * Traits::kTileN,
+                             __byte_perm(r[i][0], r[i][1], 0x6420), __byte_perm(r[i][0], r[i][1], 0x7531),
+                             __byte_perm(r[i][2], r[i][3], 0x6420), __byte_perm(r[i][2], r[i][3], 0x7531));
+            }
           }
-        }
-        fence_proxy_async();
-        __syncwarp();
-        if (cute::elect_one_sync()) {
-          storage.v_empty[v.stage].arrive();
-          storage.vt_full[vt.stage].arrive();
+          fence_proxy_async();
+          __syncwarp();
+          if (cute::elect_one_sync()) {
+            storage.v_empty[v.stage].arrive();
+            if (half == kRawStages - 1) {
+              storage.vt_full[vt.stage].arrive();
+            }
+          }
         }
         ++count;
       }

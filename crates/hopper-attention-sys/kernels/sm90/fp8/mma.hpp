@@ -90,7 +90,7 @@ struct Fp8Mma {
         launch_band{given_band},
         storage{given_storage},
         consumer{number},
-        tSrQ{Traits::SmemQ::of(given_storage.q[0] + number * 64 * Traits::kHeadDimQK)},
+        tSrQ{Traits::SmemQ::of(given_storage.q[0] + number * 64 * Traits::kSlabQK)},
         tSrK{Traits::SmemK::of(given_storage.k[0])},
         tOrV{Traits::SmemVt::of(given_storage.vt[0])} {}
 
@@ -134,8 +134,7 @@ struct Fp8Mma {
         warpgroup_wait<0>();
         release_v(v);
         add_part<kLastPart>();
-        if constexpr (Traits::kSplits) {
-          // Scores have to wait: partial sums pass through more registers than are left beside them.
+        if constexpr (Traits::kScoresWait) {
           finish_tile(finished);
           if (m_block < 0) {
             break;
@@ -254,7 +253,12 @@ struct Fp8Mma {
     k.advance();
   }
   CUTE_DEVICE void release_v(std::uint32_t stage) {
-    warpgroup_fence_operand(tOrT);
+    if constexpr (Traits::kOnesAlone) {
+      // The other registers hold nothing now, and the scores need them.
+      warpgroup_fence_operand(tOrT.template part<Traits::template MmaPV<kLastPart>::Sums::size()>(0));
+    } else {
+      warpgroup_fence_operand(tOrT);
+    }
     release(storage.vt_empty[stage]);
   }
 
@@ -311,7 +315,9 @@ struct Fp8Mma {
   CUTE_DEVICE void add_first_parts(std::uint32_t stage) {
     add_and_issue<0>(stage);
     add_and_issue<1>(stage);
-    static_assert(kLastPart <= 2);
+    add_and_issue<2>(stage);
+    add_and_issue<3>(stage);
+    static_assert(kLastPart <= 4);
   }
 
   CUTE_DEVICE void mask_block(int visit) {
@@ -322,7 +328,7 @@ struct Fp8Mma {
 
   // S once more, in other instructions. K must not have been released.
   CUTE_DEVICE void recompute_scores() {
-    Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kHeadDimQK, storage.k[k.stage]);
+    Fp8Recompute<Traits>::scores(tSrS, storage.q[q.stage] + consumer * 64 * Traits::kSlabQK, storage.k[k.stage]);
   }
 
   CUTE_DEVICE void rescale_output(float const (&rescale)[2]) {
@@ -366,7 +372,7 @@ struct Fp8Mma {
         step<true>(visit);
       }
     }
-    if constexpr (Traits::kParts > 1) {
+    if constexpr (Traits::kPinsOutput) {
       // ptxas would begin the loop with some of O elsewhere, and move it in each round.
       warpgroup_fence_operand(tOrO);
     }

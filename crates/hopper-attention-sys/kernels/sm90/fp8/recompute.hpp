@@ -12,13 +12,12 @@ struct Fp8Recompute {
   // `q` is the warpgroup's first row, `k` the block.
   template <class Tensor, class Element>
   CUTE_DEVICE static void scores(Tensor& scores, Element const* q, Element const* k) {
-    constexpr int kRowBytes = Traits::kHeadDimQK;
     int const thread = Traits::thread_index();
     int const lane = thread % 32;
     clear(scores);
     auto& pairs = recast<std::uint32_t>(scores);
     constexpr int kColumns = Traits::kTileN / (Traits::kParts == 1 ? 8 : 64);
-    recompute_scores<Traits::kTileM, Traits::kTileN, kRowBytes, kRowBytes, kColumns>(
+    recompute_scores<Traits::kTileM, Traits::kTileN, Traits::kSlabQK, Traits::kHeadDimQK, kColumns>(
         q, k, thread / 32 * 16 + lane % 16, lane, [&](int i, std::uint32_t const(&a)[4], std::uint32_t const(&b)[2]) {
           // Where scores are of f16, sums are rounded to it after every 32 bytes, as by wgmma.
           float sums[4];

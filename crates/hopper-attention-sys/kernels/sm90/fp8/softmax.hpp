@@ -24,11 +24,12 @@ namespace hattn::sm90 {
 
 template <class Weights, bool kLooksFirst>
 struct Fp8Softmax {
-  // Log2 of a row's largest weight where the true maximum is taken. A lane's sum of 32 weights is then below kMost.
+  // Log2 of a row's largest weight where the true maximum is taken. A lane's sum of its weights, 32 at most, is then
+  // below kMost.
   static constexpr float kPeakLog2 = 3.0F;
-  // What a lane may add in one block, and what it should add.
+  // What a lane may add in one block, and what it should add: 2^-6 a weight.
   static constexpr float kMost = 448.0F;
-  static constexpr float kLeast = 0.5F;
+  static constexpr float kLeast = Weights::kALane * 0x1p-6F;
   // If the sum of a block is at most this fraction of the row's sum, its weights may lose bits.
   static constexpr float kNegligible = 0x1p-20F;
   // After a move, a row's sum of the block is from 2^kTotalLog2 to below twice that.

@@ -129,10 +129,17 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static constexpr int kConsumers = kTileM / 64;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kConsumers == 2 || kConsumers == 3);
-  static_assert(kHeadDimQK == kHeadDimVO && (kHeadDimQK == 64 || kHeadDimQK == 128), "rows of 64 or 128 bytes");
+  static_assert(kHeadDimQK % 64 == 0 && kHeadDimVO % 64 == 0, "tiles are made of slabs");
+
+  // Bytes of a slab's row (common/slab.hpp), of Q and K and of V. A head dim that is no multiple of 128 has slabs
+  // of 64.
+  static constexpr int kSlabQK = kHeadDimQK % 128 == 0 ? 128 : 64;
+  static constexpr int kSlabVO = kHeadDimVO % 128 == 0 ? 128 : 64;
 
   static constexpr int kScaleBlock = 128;  // rows that share a factor where factors are of blocks
-  static_assert(kTileN == kScaleBlock, "a block of keys has one factor, and a row of V^T is 128 bytes");
+  static_assert(kTileN == 128 || kTileN == 64, "a block of keys has one factor, and a row of V^T is a slab's");
+  // Keys of a stage of V as it is loaded. Where blocks are large, half of one: there is no room for more.
+  static constexpr int kKeysRaw = kTileN * kHeadDimVO > 128 * 128 ? kTileN / 2 : kTileN;
 
   // V^T has eight more rows, of ones: their products are the sums of the rounded weights.
   static constexpr int kRowsVt = kHeadDimVO + 8;
@@ -141,17 +148,24 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // - kColumnsAhead: columns, in eights, by which multiply-adds may run ahead of exponentials (weights.hpp). 0: ptxas
   //   decides.
   // - kTransposeBatch: loads of V before the first store of V^T.
-  static constexpr bool kTurns = kMask == MaskClass::Full && kConsumers == 2 && !(kPacked && kHeadDimVO == 128);
-  static constexpr int kColumnsAhead = kHeadDimQK == 128 ? 2 : 0;
-  static constexpr int kTransposeBatch = kHeadDimQK == 128 && kConsumers == 2 && !kTurns ? 2 : 1;
+  static constexpr bool kTurns =
+      kMask == MaskClass::Full && kConsumers == 2 && !(kPacked && kHeadDimVO == 128) && kHeadDimVO <= 128;
+  static constexpr int kColumnsAhead = kHeadDimQK >= 128 ? 2 : 0;
+  static constexpr int kTransposeBatch = kHeadDimQK >= 128 && kConsumers == 2 && !kTurns ? 2 : 1;
   // Of so many times 8 columns the last 8 are exponentiated by a polynomial (weights.hpp), 0: none. The exponentials'
   // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
   static constexpr int kPolynomialEvery = kHeadDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
   // Whether plans may split the last tiles (split.hpp): where a tile takes long beside what a split costs, in rows that
-  // plans choose for long sequences.
-  static constexpr bool kSplits =
-      !kPacked && kMask == MaskClass::Full && kHeadDimVO == 128 && (kConsumers == 3 || kScores == Scores::F32);
+  // plans choose for long sequences. Three consumers at head dim 192/128 would spill, and ptxas would serialise the
+  // products of a row of head dim 256.
+  static constexpr bool kSplits = !kPacked && kMask == MaskClass::Full && kHeadDimVO == 128 &&
+                                  (kConsumers == 3 ? kHeadDimQK == 128 : kScores == Scores::F32);
+
+  // Whether the next tile's scores have to wait until O is written: partial sums, or all of a wide O, pass through more
+  // registers than are left beside them. (So do a packed tile's lengths under a causal mask at head dim 192/128.)
+  static constexpr bool kScoresWait = kSplits || kHeadDimVO > 128 ||
+                                      (kPacked && kHeadDimQK > 128 && kMask == MaskClass::Causal);
 
   // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
@@ -166,10 +180,11 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
   // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
   // keeps exponentials from starting between the waits for the two products (benches/LOG.md, 37).
-  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO == 128;
+  // (ptxas would serialise the products of a packed kernel of head dim 192/128.)
+  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO >= 128 && !(kPacked && kHeadDimQK == 192);
 
   static constexpr int kBuffersQ = 2;
-  static constexpr int kStagesRaw = 2;    // of V as it is loaded
+  static constexpr int kStagesRaw = 2;    // of V as it is loaded: kKeysRaw keys each
   static constexpr int kTransposers = 2;  // warps
 
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
@@ -205,20 +220,30 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   using MmaQK = Wgmma<Element, Score, kTileN>;
   // P V is computed in kParts parts of columns, one after the other, in the same registers: three consumers have 160
   // each. (A packed kernel has a tile's lengths in registers, and would spill.) The last part has the rows of ones.
-  static constexpr int kParts = kHeadDimVO == 64 ? 1 : kConsumers == 3 ? 3 : kPacked ? 2 : 1;
-  static constexpr int kPartColumns = (kHeadDimVO / kParts + 15) / 16 * 16;
+  // Above head dim 128 it has nothing else: beside O and a block's scores there is no room for more.
+  static constexpr bool kOnesAlone = kHeadDimVO > 128;
+  static constexpr int kParts = kOnesAlone         ? kHeadDimVO / 64 + 1
+                                : kHeadDimVO == 64 ? 1
+                                : kConsumers == 3  ? 3
+                                : kPacked          ? 2
+                                                   : 1;
+  static constexpr int kPartColumns = kOnesAlone ? 64 : (kHeadDimVO / kParts + 15) / 16 * 16;
+  // Whether O is to lie where it was before, as the loop over key blocks begins. (In the one row where it is not, ptxas
+  // moves nothing, and would serialise the products otherwise.)
+  static constexpr bool kPinsOutput =
+      kParts > 1 && !(kOnesAlone && kMask == MaskClass::Causal && kScores == Scores::F16);
   template <int kPart>
   static constexpr int kPartRows = kPart == kParts - 1 ? kRowsVt - kPart* kPartColumns : kPartColumns;
   static constexpr int kElementsPart = cute::max(kPartRows<0>, kPartRows<kParts - 1>) / 2;
   template <int kPart>
   using MmaPV = Wgmma<Element, float, kPartRows<kPart>>;
-  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kHeadDimQK>>;
-  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kHeadDimQK>>;
-  using SmemVt = SmemOperand<KMajorTile<Element, kRowsVt, kTileN>>;
+  using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kSlabQK>>;
+  using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kSlabQK>>;
+  using SmemVt = SmemOperand<KMajorTile<Element, kRowsVt, kTileN, kTileN>>;
 
   static constexpr std::uint32_t kBytesQ = kTileM * kHeadDimQK;
   static constexpr std::uint32_t kBytesK = kTileN * kHeadDimQK;
-  static constexpr std::uint32_t kBytesV = kTileN * kHeadDimVO;
+  static constexpr std::uint32_t kBytesV = kKeysRaw * kHeadDimVO;  // of a stage as it is loaded
   static constexpr std::uint32_t kBytesVt = kTileN * kRowsVt;
 
   struct SharedStorage : Fp8PackedStorage<kPacked, 4 * kConsumers> {

@@ -37,6 +37,7 @@ template <int kTileN, int kColumnsAhead>
 struct WeightsF32 {
   // The range of a row's sum in which its weights have kept their bits: they need not be computed again.
   static constexpr float kLeastKept = 0x1p-96F;
+  static constexpr int kALane = kTileN / 4;  // of a row's weights, a lane's
   static constexpr float kMostKept = 0x1p96F;
 
   CUTE_DEVICE static constexpr int at(int row, int i, int c) { return 4 * i + 2 * row + c; }
@@ -131,6 +132,7 @@ struct WeightsF32 {
 template <int kTileN, int kPolynomialEvery>
 struct WeightsF16 {
   static constexpr float kLeastKept = 0x1p-8F;
+  static constexpr int kALane = kTileN / 4;
   static constexpr float kMostKept = 0x1p16F;
   static constexpr float kMostReference = 2048.0F;
 
