@@ -28,6 +28,11 @@ struct Fp8Load {
   // Stages of V, as it is loaded, that a block takes.
   static constexpr int kRawStages = Traits::kTileN / Traits::kKeysRaw;
 
+  // Whether the position of V is made at a block's beginning, and the place of a tile's first factors once for each. It
+  // decides about nothing but ptxas' order: up to head dim 128 it keeps loops of some rows as they were measured, above
+  // it ptxas would serialise the products of packed kernels.
+  static constexpr bool kEarly = Traits::kHeadDimQK <= 128;
+
   // Least ratio of a block's factor of V to the head's largest. A smaller one counts as this, which keeps sums in the
   // range of f32.
   static constexpr float kLeastRatio = 0x1p-100F;
@@ -166,7 +171,8 @@ struct Fp8Load {
           storage.k_full[k.stage].arrive();
           CUTE_UNROLL
           for (int half = 0; half < kRawStages; ++half) {
-            auto const v = half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
+            auto const v =
+                kEarly && half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
             storage.v_empty[v.stage].wait(v.parity ^ 1);
             storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
             load_tile<Traits::kKeysRaw, Traits::kHeadDimVO, Traits::kSlabVO>(
@@ -264,10 +270,16 @@ struct Fp8Load {
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       first_factor_q(params, tile) + tile.block * Traits::kTileM / Traits::kScaleBlock);
       if (!Traits::kIsPacked || keys_of(params, tile) > 0) {
-        prefetch_factor(params.descale_k, tile.batch, head,
-                        first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
-        prefetch_factor(params.descale_v, tile.batch, head,
-                        first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
+        if constexpr (kEarly) {
+          prefetch_factor(params.descale_k, tile.batch, head,
+                          first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
+          prefetch_factor(params.descale_v, tile.batch, head,
+                          first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));
+        } else {
+          int const block = first_factor_kv(params, tile) + factor_of(visits.block(visits.first()));
+          prefetch_factor(params.descale_k, tile.batch, head, block);
+          prefetch_factor(params.descale_v, tile.batch, head, block);
+        }
       }
       storage.q_full[stage].arrive_expect_bytes(Traits::kBytesQ);
       load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabQK>(
@@ -316,7 +328,8 @@ struct Fp8Load {
         auto const vt = RingPosition<Traits::kStages>::of(count);
         CUTE_UNROLL
         for (int half = 0; half < kRawStages; ++half) {
-          auto const v = half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
+          auto const v =
+              kEarly && half == 0 ? first_v : RingPosition<Traits::kStagesRaw>::of(kRawStages * count + half);
           storage.v_full[v.stage].wait(v.parity);
           if (half == 0) {
             storage.vt_empty[vt.stage].wait(vt.parity ^ 1);
