@@ -9,7 +9,8 @@
 //
 // - near: |y| < 0.4. A polynomial, t = y (1 + a1 y^2 + a2 y^4 + a3 y^6), off by 1.2e-7 of t. Small scores are as exact
 //   as without a cap, whatever the cap is. It takes no special function.
-// - far: t = 1 - 2 / (1 + 2^(2 log2(e) y)), off by 2e-7. That is as good for |t| of 0.38 and more. It takes two special
+// - far: t = 1 - 2 / (1 + 2^(2 log2(e) y)), off by up to 4e-7. That is nearly as good from |t| = 0.38 on. It takes two
+// special
 //   functions, which is why a warp avoids it where it can.
 //
 // Caps are often far above most scores (50 for scores of some units), so a warp looks at the largest of the scores that
@@ -18,7 +19,7 @@
 //
 // - forward, sm90 above head dim 128, and sm80: each score has both forms. No warp looks.
 // - backward, sm90: a warp looks. Unless all scores are near, all have the far form.
-// - backward, sm80: the far form alone. A score is off by up to 2e-7 of the cap.
+// - backward, sm80: the far form alone. A score is off by up to 3e-7 of the cap.
 //
 // What is no number stays what it is: t of NaN is NaN, t of inf is 1, and of -inf is -1.
 #pragma once
@@ -110,8 +111,8 @@ CUTE_DEVICE float capped(float product, float inner) { return tanh_of(product * 
 // t of a near product.
 CUTE_DEVICE float capped_near(float product, Softcap const& softcap) {
   float const square = product * product;
-  return product * fmaf(fmaf(fmaf(softcap.terms[2], square, softcap.terms[1]), square, softcap.terms[0]), square,
-                        softcap.inner);
+  return product *
+         fmaf(fmaf(fmaf(softcap.terms[2], square, softcap.terms[1]), square, softcap.terms[0]), square, softcap.inner);
 }
 
 // What the backward needs of a product: t, and 1 - t^2.
@@ -126,7 +127,7 @@ struct CappedScore {
   }
 
   // Of another, from z = 2 log2(e) y. With e = 2^-|z| and r = 1 / (1 + e), |t| is (1 - e) r and 1 - t^2 is 4 e r^2. So
-  // the derivative is exact however small it is, and nothing overflows. (t is off by 2e-7, whatever it is.)
+  // the derivative is exact however small it is, and nothing overflows. (t is off by up to 3e-7, whatever it is.)
   CUTE_DEVICE static CappedScore far(float z) {
     float const e = exp2_approx(-fabsf(z));
     float const r = reciprocal_approx(1.0F + e);

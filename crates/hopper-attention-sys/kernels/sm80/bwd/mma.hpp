@@ -204,8 +204,8 @@ struct BwdMma {
         }
       }
       if (__builtin_expect(capped, false)) {
-        // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form: some
-        // kernels have no registers for both.)
+        // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form:
+        // some kernels have no registers for both.)
         float const factor = scalars.softcap.inner * kTwoLog2E;
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
