@@ -176,6 +176,14 @@ pub struct Packing {
 }
 
 impl Packing {
+    /// The number of sequences: that of Q where Q is packed. The operands' checks compare the other side.
+    pub fn sequences(&self) -> usize {
+        match &self.q {
+            Queries::Packed(offsets) => offsets.sequences(),
+            Queries::Padded(_) => self.kv.sequences(),
+        }
+    }
+
     /// Adds all offsets and lengths to the arguments of a run.
     pub fn lend<'a>(packing: Option<&'a Self>, args: Args<'a>) -> Result<Args<'a>> {
         let Some(Self { q, kv }) = packing else { return Ok(args) };

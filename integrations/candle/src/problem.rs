@@ -86,7 +86,7 @@ impl Options {
             }
         };
         let [q_is_packed, _] = is_packed(packing);
-        let sequences = packing.map(|packing| packing.kv.sequences());
+        let sequences = packing.map(Packing::sequences);
         let [batch, seqlen_q, heads_q, head_dim] = sizes("q", q, sequences.filter(|_| q_is_packed))?;
         let [_, seqlen_kv, heads_kv, _] = sizes("k", k, sequences)?;
         let [.., head_dim_vo] = sizes("v", v, sequences)?;
