@@ -66,7 +66,8 @@ fn packed_sequences_are_computed_or_refused() -> Result<()> {
 #[test]
 fn sinks_are_computed_with_their_gradient() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
-    for (dtype, bound) in [(DType::BF16, 2e-2), (DType::F16, 6e-3)] {
+    // Sums over all rows: their rounding errors may be larger than those of O.
+    for (dtype, bound) in [(DType::BF16, 4e-2), (DType::F16, 8e-3)] {
         for of_sinks in [DType::F32, DType::BF16] {
             for mask in [Mask::Full, Mask::causal(), Mask::window(Some(3), Some(0))] {
                 for kind in [sinks::Kind::Dense, sinks::Kind::Packed, sinks::Kind::PaddedQ] {
