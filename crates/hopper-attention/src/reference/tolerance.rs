@@ -174,6 +174,7 @@ mod tally;
 
 use std::fmt;
 
+use super::oracle::RowScale;
 use super::oracle::forward_told;
 use super::packed::belonging;
 use super::plain::forward_plain_told;
@@ -181,7 +182,6 @@ use super::rounding::{
     LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff, weight_limit,
 };
 use super::work::{Told, Work, forward_units};
-use super::oracle::RowScale;
 use super::{Modifiers, Oracle, Plain, Tensor, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -431,13 +431,7 @@ impl Expected {
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, squares_norm(exact)),
                 alike: alike([self.unit_roundoff * scale.alike, self.output_least * scale.alike], exact, weighted),
-                systematic: systematic(
-                    [SCORES_ALIKE * of_scores, 0.0],
-                    scale.keys,
-                    &lost,
-                    exact,
-                    weighted,
-                ),
+                systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, &lost, exact, weighted),
                 floor: FLOOR * floor,
                 ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least) + largest(&flushed),
             });
