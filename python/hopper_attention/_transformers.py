@@ -16,6 +16,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from ._torch import attention, readable
+from ._sinks import attention_sinks
 from ._varlen import attention_modified, attention_varlen, readable_rows
 
 OLDEST = (5, 17)
@@ -411,9 +412,11 @@ def _band(
     mask: dict = {"causal": right == 0} if plain else {"window": (left, right)}
     if packing is None:
         q, k, v = map(readable, (q, k, v))
-        if s_aux is not None or softcap:
-            named = (mask.get("causal", False), mask.get("window"), False)
-            return attention_modified(q, k, v, s_aux, *named, scaling, False, 0, softcap)
+        numbers = (mask.get("causal", False), mask.get("window"), False, scaling, False, 0)
+        if softcap:
+            return attention_modified(q, k, v, s_aux, *numbers, softcap)
+        if s_aux is not None:
+            return attention_sinks(q, k, v, s_aux, *numbers)
         return attention(q, k, v, scale=scaling, **mask)
     # The rows of a projection follow each other already. Those of a cache are copied.
     rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))

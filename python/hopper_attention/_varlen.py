@@ -14,11 +14,11 @@ import torch
 from . import abi
 from ._calls import Call, prepared
 from ._plans import Hints, Window, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
+from ._sinks import operand
 from ._torch import (
     DTYPES,
     _autocast,
     _below,
-    _check,
     _check_operand,
     _in_words,
     _key,
@@ -111,7 +111,7 @@ def attention_modified(
     sm_margin: int,
     softcap: Optional[float],
 ) -> Any:
-    """attention() with sinks, a softcap, or both."""
+    """attention() with a softcap, and maybe sinks. Its operators are those of packed sequences, without offsets."""
     _check(q, k, v)
     q, k, v = _autocast(q, k, v)
     numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
@@ -120,14 +120,7 @@ def attention_modified(
 
 
 def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
-    if not isinstance(s_aux, torch.Tensor) or not s_aux.is_floating_point():
-        what = s_aux.dtype if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
-        raise TypeError(f"s_aux: {what}; allowed: tensors of floating-point numbers")
-    if s_aux.ndim != 1:
-        raise ValueError(f"s_aux: {s_aux.ndim} dimensions; allowed: 1, [heads_q]")
-    # f16 fits f32, as the library reads it.
-    dtype = s_aux.dtype if s_aux.dtype in (torch.float32, torch.bfloat16) else torch.float32
-    sinks = s_aux.to(device=q.device, dtype=dtype).contiguous()
+    sinks = operand(s_aux, q.device)
     tensors = (q, k, v, sinks)
     o, lse = _call(torch.ops.hopper_attention.sinks_forward.default, is_recorded(*tensors), tensors, rest)
     return (o, lse) if return_lse else o
