@@ -19,6 +19,7 @@ from ._torch import (
     DTYPES,
     _autocast,
     _below,
+    _check,
     _check_operand,
     _in_words,
     _key,

@@ -34,7 +34,7 @@ const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::
 /// The rows that compute some capped problem. Others may exist, which capped problems are never given to.
 fn capping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
     let takes = |row: &KernelInfo| {
-        let dims = Dims::new(1, 64, 1, row.head_dim_qk()).with_head_dim_vo(row.head_dim_vo());
+        let dims = Dims::new(1, 512, 1, row.head_dim_qk()).with_head_dim_vo(row.head_dim_vo());
         let options = ForwardProblem::builder(row.dtype(), dims).mask(mask_of(row.mask())).softcap(50.0);
         let problem = options.build().unwrap();
         match backward {

@@ -127,18 +127,14 @@ struct RepairGradients {
     return reinterpret_cast<Statistics const*>(
         params.statistics)[(static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query];
   }
-  CUTE_DEVICE int first_key(int query) const { return band().template first_key<Traits::kMask>(query); }
+  // (bwd_convert is of all masks. What class Window reads says what the others keep, too.)
+  static constexpr MaskClass kAnyMask = MaskClass::Window;
+  CUTE_DEVICE int first_key(int query) const { return band().template first_key<kAnyMask>(query); }
   CUTE_DEVICE int keys_end(int query) const {
-    return cute::min(seqlen_kv(), band().template last_key<Traits::kMask>(query) + 1);
+    return cute::min(seqlen_kv(), band().template last_key<kAnyMask>(query) + 1);
   }
-  CUTE_DEVICE int first_query(int key) const { return band().template first_query<Traits::kMask>(key); }
-  CUTE_DEVICE int queries_end(int key) const {
-    if constexpr (Traits::kMask == MaskClass::Window) {
-      return cute::min(seqlen_q(), band().last_query(key) + 1);
-    } else {
-      return seqlen_q();
-    }
-  }
+  CUTE_DEVICE int first_query(int key) const { return band().template first_query<kAnyMask>(key); }
+  CUTE_DEVICE int queries_end(int key) const { return cute::min(seqlen_q(), band().last_query(key) + 1); }
 
   // A lane's elements of a row. Columns that are not in the range are 0.
   CUTE_DEVICE void read(HeadRows<Element> const& rows, int row, ColumnRange const& range, Sums& values) const {

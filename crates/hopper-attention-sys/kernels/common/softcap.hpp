@@ -10,8 +10,7 @@
 // - near: |y| < 0.4. A polynomial, t = y (1 + a1 y^2 + a2 y^4 + a3 y^6), off by 1.2e-7 of t. Small scores are as exact
 //   as without a cap, whatever the cap is. It takes no special function.
 // - far: t = 1 - 2 / (1 + 2^(2 log2(e) y)), off by up to 4e-7. That is nearly as good from |t| = 0.38 on. It takes two
-// special
-//   functions, which is why a warp avoids it where it can.
+//   special functions, which is why a warp avoids it where it can.
 //
 // Caps are often far above most scores (50 for scores of some units), so a warp looks at the largest of the scores that
 // it has. If it is near, the warp computes nothing but polynomials, of the product q k itself (Softcap::terms). Else

@@ -94,7 +94,8 @@ struct Epilogue {
     auto const owned = [](int) { return true; };
     __syncwarp();
     RepairOf<Traits>::repair(
-        PlainOperands<Element>::of(params, tile), band, first_row, SoundRows::of_inverses<Traits>(factors),
+        PlainOperands<Element, Traits::kCaps>::of(params, tile), band, first_row,
+        SoundRows::of_inverses<Traits>(factors),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 

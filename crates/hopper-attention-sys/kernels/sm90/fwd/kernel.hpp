@@ -23,8 +23,8 @@
 // device knows (Traits::kIsPacked). A tile then carries its sequence's place and lengths, the band follows from these,
 // and the tensor maps have five dimensions (encode_packed_map in sm90/tensor_map.hpp). Everything else is the same.
 //
-// Where scores are capped (common/softcap.hpp), every product with K is followed by tanh, before the mask. It is a
-// run-time branch of each of these kernels.
+// Rows for capped scores (common/softcap.hpp) have kernels of their own: every product with K is followed by tanh,
+// before the mask. Their tiles are not shared.
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //

@@ -88,4 +88,12 @@ struct FwdLaunch {
 
 }  // namespace hattn::sm90
 
-#define HATTN_FWD_SM90_INSTANCE(...) HATTN_INSTANCE(FwdRow, sm90_fwd, sm90::FwdTraits, sm90::FwdLaunch, __VA_ARGS__)
+// A row for capped scores has one column more, which says `capped`.
+#define HATTN_FWD_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, ...)                                \
+  namespace hattn {                                                                                                \
+  FwdRow HATTN_ROW(sm90_fwd, dtype, mask, dqk, dvo, tile_m, tile_n, stages, __VA_ARGS__)() noexcept {              \
+    using TraitsOfRow = sm90::FwdTraits<DType::dtype, MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, false,    \
+                                        sizeof("" #__VA_ARGS__) == sizeof("capped")>;                              \
+    return {row_info<TraitsOfRow>(), sm90::FwdLaunch<TraitsOfRow>::prepare, sm90::FwdLaunch<TraitsOfRow>::launch}; \
+  }                                                                                                                \
+  }

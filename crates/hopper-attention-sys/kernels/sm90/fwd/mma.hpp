@@ -174,19 +174,18 @@ struct Mma {
       release_v();
     };
 
-    // Where scores are capped, what follows a product with K has tanh in their place.
+    // In rows for capped scores, what follows a product with K has tanh in their place.
     auto cap = [&]() __attribute__((always_inline)) {
-      if (__builtin_expect(scalars.softcap.caps(), false)) {
+      if constexpr (Traits::kCaps == Caps::Always) {
         cap_scores<Traits::kLooksForNear>(tSrS, scalars.softcap);
       }
     };
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
-      if (__builtin_expect(scalars.softcap.caps(), false)) {
+      if constexpr (Traits::kCaps == Caps::Always) {
         cap_any(tSrS, scalars.softcap);
       }
-      warpgroup_fence_operand(tSrS);  // or ptxas moves registers where the ways meet
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
