@@ -136,6 +136,7 @@ struct Fp8Mma {
         add_part<kLastPart>();
         if constexpr (Traits::kScoresWait) {
           finish_tile(finished);
+          repair_noted();  // before the way out, which the last tile takes
           if (m_block < 0) {
             break;
           }
@@ -148,11 +149,8 @@ struct Fp8Mma {
       v_ready = false;
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      if constexpr (kMask != MaskClass::Full) {
-        typename Traits::Leak& leak = storage.leak[Traits::consumer_thread_index() / 32];
-        if (leak.noted) {
-          repair_rows<Traits>(params, leak, consumer * 64 + Traits::thread_index() / 32 * 16);
-        }
+      if constexpr (!Traits::kScoresWait) {
+        repair_noted();
       }
       if (m_block < 0) {
         break;
@@ -239,6 +237,16 @@ struct Fp8Mma {
         if (found) {
           note_leak(storage.leak[place / 32], tile_of(finished.tile), finished.sums);
         }
+      }
+    }
+  }
+
+  // Puts right the tile that this warp has noted, if there is one. No product may be under way.
+  CUTE_DEVICE void repair_noted() {
+    if constexpr (kMask != MaskClass::Full) {
+      typename Traits::Leak& leak = storage.leak[Traits::consumer_thread_index() / 32];
+      if (leak.noted) {
+        repair_rows<Traits>(params, leak, consumer * 64 + Traits::thread_index() / 32 * 16);
       }
     }
   }
