@@ -136,8 +136,8 @@ struct Fp8Mma {
         add_part<kLastPart>();
         if constexpr (Traits::kScoresWait) {
           finish_tile(finished);
-          repair_noted();  // before the way out, which the last tile takes
           if (m_block < 0) {
+            repair_noted();
             break;
           }
           issue_scores();
@@ -149,9 +149,7 @@ struct Fp8Mma {
       v_ready = false;
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      if constexpr (!Traits::kScoresWait) {
-        repair_noted();
-      }
+      repair_noted();
       if (m_block < 0) {
         break;
       }
