@@ -114,7 +114,10 @@ struct Mma {
         }
         return 0;
       } else {
-        int const strip = m_block * Traits::kConsumers + consumer;
+        // (The warpgroup's number is read anew where registers are short.)
+        constexpr bool kReadsAnew = kMask == MaskClass::Window && Traits::kHeadDimQK > 128;
+        int const own = kReadsAnew ? __shfl_sync(0xffffffffU, thread_index_anew() / 128 - 1, 0) : consumer;
+        int const strip = m_block * Traits::kConsumers + own;
         visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
         if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
           visits.begin = tile_visits.begin;  // of_rows begins with the first key
