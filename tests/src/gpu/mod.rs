@@ -56,7 +56,12 @@ impl Gpu {
 
     /// The forward rows of 16-bit operands that this GPU runs.
     pub fn rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.dtype() != DType::E4M3).collect()
+        self.running(kernels()).into_iter().filter(|row| row.dtype() != DType::E4M3 && !row.needs_softcap()).collect()
+    }
+
+    /// Those that take capped scores.
+    pub fn capped_rows(&self) -> Vec<KernelInfo> {
+        self.running(kernels()).into_iter().filter(KernelInfo::takes_softcap).collect()
     }
 
     /// Those of e4m3 operands.

@@ -55,14 +55,14 @@ fn capping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> 
 #[test]
 fn every_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_row_takes_a_softcap") else { return };
-    let rows = capping(&gpu, gpu.rows(), false);
+    let rows = capping(&gpu, gpu.capped_rows(), false);
     take(&gpu, &rows, &cases(Grid::from_env()), "forward with softcap", FORWARD);
 }
 
 #[test]
 fn every_packing_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_packing_row_takes_a_softcap") else { return };
-    let rows = packing_rows(capping(&gpu, gpu.rows(), false));
+    let rows = packing_rows(capping(&gpu, gpu.capped_rows(), false));
     take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with softcap", FORWARD);
 }
 
@@ -90,35 +90,9 @@ fn every_packing_backward_row_takes_a_softcap() {
 
 /// Tiles whose keys CTAs share, or warpgroups.
 #[test]
-fn shares_cap_scores() {
-    let Some(gpu) = Gpu::open("shares_cap_scores") else { return };
-    for row in capping(&gpu, gpu.rows(), false).into_iter().filter(|row| row.most_shares() > 1) {
-        with_dtype!(row.dtype(), shared(&gpu, &row));
-    }
-}
-
-fn shared<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    for cap in CAPS {
-        let case = Case::new(64, 1024, row.head_dim_qk(), mask_of(row.mask())).heads(1, 6, 2);
-        let case = capped(case.head_dim_vo(row.head_dim_vo()), (cap, cap == 15.0));
-        let prepared = Prepared::<T>::new(&case);
-        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-        for shares in 1..=row.most_shares() {
-            let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).unwrap();
-            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-            let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-            let report = prepared.judge(&outputs);
-            assert!(report.passed(), "{row}, {shares} shares, {case}: {report}");
-        }
-    }
-}
-
-/// tanh of an infinity is 1. So what the mask hides would be a score like others, if it were capped after the mask; and what it
-/// hides is put right with the cap. Both passes.
-#[test]
 fn garbage_under_the_mask_reaches_no_capped_row() {
     let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_capped_row") else { return };
-    for row in capping(&gpu, gpu.rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+    for row in capping(&gpu, gpu.capped_rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
         with_dtype!(row.dtype(), garbage(&gpu, &row));
     }
     for row in capping(&gpu, gpu.capped_backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full) {
