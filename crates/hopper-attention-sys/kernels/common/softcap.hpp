@@ -37,6 +37,9 @@ constexpr double kTanhA1 = -0.33331882262369866;
 constexpr double kTanhA2 = 0.13277629031360516;
 constexpr double kTanhA3 = -0.047794220588577324;
 
+// What exponents of 2 are made of y with: tanh is made of 2^(2 log2(e) y).
+constexpr float kTwoLog2E = 2.88539008177792681F;
+
 // What a kernel knows of a cap.
 struct Softcap {
   float inner;     // softmax_scale / cap: y is so many times the product q k. 0: scores are not capped
@@ -44,6 +47,14 @@ struct Softcap {
   float terms[3];  // t = p (inner + p^2 (terms[0] + p^2 (terms[1] + p^2 terms[2]))) of a near product p
 
   CUTE_HOST_DEVICE bool caps() const { return inner != 0.0F; }
+
+  // What a product is multiplied by to be z = 2 log2(e) y. As a new value at each call: the compiler would keep it in a
+  // register through all of a kernel.
+  CUTE_DEVICE float factor_anew() const {
+    float factor;
+    asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(factor) : "f"(inner), "f"(kTwoLog2E));
+    return factor;
+  }
 
   // softmax_scale / cap, a normal number. The largest ones count as 2^125: z is finite wherever the product is 0.
   CUTE_HOST_DEVICE static float quotient(float softmax_scale, float cap) {
@@ -76,9 +87,6 @@ struct Softcap {
     return softcap;
   }
 };
-
-// What exponents of 2 are made of y with: tanh is made of 2^(2 log2(e) y).
-constexpr float kTwoLog2E = 2.88539008177792681F;
 
 // t in the near form, from z = 2 log2(e) y.
 CUTE_DEVICE float tanh_near(float z) {
@@ -145,9 +153,7 @@ struct CappedScore {
 // The products of a thread, whatever they are.
 template <class Scores>
 CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
-  // Made here each time: the compiler would keep it in a register through all of the kernel.
-  float factor;
-  asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(factor) : "f"(softcap.inner), "f"(kTwoLog2E));
+  float const factor = softcap.factor_anew();
   CUTE_UNROLL
   for (int i = 0; i < scores.size(); ++i) {
     scores(i) = tanh_of(scores(i) * factor);
