@@ -150,12 +150,30 @@ struct CappedScore {
   }
 };
 
+// `factor` again, once `value` is there. The compiler does not know that grids have one dimension.
+CUTE_DEVICE float factor_after(float value, float factor) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 zero;\n"
+      "mov.u32 zero, %%ctaid.y;\n"
+      "and.b32 zero, zero, %1;\n"
+      "or.b32 %0, %0, zero;\n"
+      "}\n"
+      : "+f"(factor)
+      : "f"(value));
+  return factor;
+}
+
 // The products of a thread, whatever they are.
 template <class Scores>
 CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
-  float const factor = softcap.factor_anew();
+  float factor = softcap.factor_anew();
   CUTE_UNROLL
   for (int i = 0; i < scores.size(); ++i) {
+    // Eight at a time: ptxas would begin with all of them, and spill.
+    if (i % 8 == 0 && i > 0) {
+      factor = factor_after(scores(i - 1), factor);
+    }
     scores(i) = tanh_of(scores(i) * factor);
   }
 }
