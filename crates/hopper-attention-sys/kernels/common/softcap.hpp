@@ -36,6 +36,9 @@ constexpr double kTanhA1 = -0.33331882262369866;
 constexpr double kTanhA2 = 0.13277629031360516;
 constexpr double kTanhA3 = -0.047794220588577324;
 
+// What exponents of 2 are made of y with: tanh is made of 2^(2 log2(e) y).
+constexpr float kTwoLog2E = 2.88539008177792681F;
+
 // What a kernel knows of a cap.
 struct Softcap {
   float inner;     // softmax_scale / cap: y is so many times the product q k. 0: scores are not capped
@@ -43,6 +46,14 @@ struct Softcap {
   float terms[3];  // t = p (inner + p^2 (terms[0] + p^2 (terms[1] + p^2 terms[2]))) of a near product p
 
   CUTE_HOST_DEVICE bool caps() const { return inner != 0.0F; }
+
+  // What a product is multiplied by to be z = 2 log2(e) y. As a new value at each call: the compiler would keep it in a
+  // register through all of a kernel.
+  CUTE_DEVICE float factor_anew() const {
+    float factor;
+    asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(factor) : "f"(inner), "f"(kTwoLog2E));
+    return factor;
+  }
 
   // softmax_scale / cap, a normal number. The largest ones count as 2^125: z is finite wherever the product is 0.
   CUTE_HOST_DEVICE static float quotient(float softmax_scale, float cap) {
@@ -75,9 +86,6 @@ struct Softcap {
     return softcap;
   }
 };
-
-// What exponents of 2 are made of y with: tanh is made of 2^(2 log2(e) y).
-constexpr float kTwoLog2E = 2.88539008177792681F;
 
 // t in the near form, from z = 2 log2(e) y.
 CUTE_DEVICE float tanh_near(float z) {
@@ -141,14 +149,30 @@ struct CappedScore {
   }
 };
 
+// `factor` again, once `value` is there. The compiler does not know that grids have one dimension.
+CUTE_DEVICE float factor_after(float value, float factor) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 zero;\n"
+      "mov.u32 zero, %%ctaid.y;\n"
+      "and.b32 zero, zero, %1;\n"
+      "or.b32 %0, %0, zero;\n"
+      "}\n"
+      : "+f"(factor)
+      : "f"(value));
+  return factor;
+}
+
 // The products of a thread, whatever they are.
 template <class Scores>
 CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
-  // Made here each time: the compiler would keep it in a register through all of the kernel.
-  float factor;
-  asm volatile("mul.ftz.f32 %0, %1, %2;" : "=f"(factor) : "f"(softcap.inner), "f"(kTwoLog2E));
+  float factor = softcap.factor_anew();
   CUTE_UNROLL
   for (int i = 0; i < scores.size(); ++i) {
+    // Eight at a time: ptxas would begin with all of them, and spill.
+    if (i % 8 == 0 && i > 0) {
+      factor = factor_after(scores(i - 1), factor);
+    }
     scores(i) = tanh_of(scores(i) * factor);
   }
 }

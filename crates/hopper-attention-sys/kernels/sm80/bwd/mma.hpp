@@ -206,7 +206,7 @@ struct BwdMma {
       if (__builtin_expect(capped, false)) {
         // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form:
         // some kernels have no registers for both.)
-        float const factor = scalars.softcap.inner * kTwoLog2E;
+        float const factor = scalars.softcap.factor_anew();
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
           float4 const s = statistics(i);

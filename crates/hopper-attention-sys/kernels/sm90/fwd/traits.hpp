@@ -88,10 +88,6 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
                                    : kTileN <= 80                        ? 4
                                    : kConsumers == 2 && kHeadDimQK == 64 ? 3
                                                                          : 2;
-  // Whether capped scores are looked at (common/softcap.hpp). Above head dim 128 there are no registers for it, and a
-  // block's products leave time for the special functions.
-  static constexpr bool kLooksForNear = !kWritesOutput;
-
   // Records of tiles. With one buffer of Q: of the tile that is computed, the next, whose Q is loaded as soon as it
   // may, and one whose O may not be written yet.
   static constexpr int kRecords = kWritesOutput ? 3 : kBuffersQ;
@@ -101,6 +97,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput ? 232 : 240) : 160;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
+
+  // Whether capped scores are looked at (common/softcap.hpp). Above head dim 128 there are no registers for it, and a
+  // block's products leave time for the special functions. Nor are there in two more kernels.
+  static constexpr bool kLooksForNear = !kWritesOutput && !(kPacked && kMask == MaskClass::Window && kHeadDimQK > 64);
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
