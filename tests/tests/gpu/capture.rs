@@ -11,7 +11,7 @@ use crate::{mask_of, with_dtype};
 
 fn prepared<T: Poison>(row: &KernelInfo, seed: u64) -> Prepared<T> {
     let mut case =
-        Case::new(row.tile_m() + 33, 3 * row.tile_n() + 1, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 1);
+        Case::new(2 * row.tile_m() + 33, 3 * row.tile_n() + 1, row.head_dim_qk(), mask_of(row.mask())).heads(2, 4, 1);
     case.dims.head_dim_vo = row.head_dim_vo();
     Prepared::new(&Case { seed, ..case })
 }
