@@ -212,6 +212,77 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
     Ok(themed(svg, &lines, title))
 }
 
+/// Ratios over named places: a line for each name, and a dashed one at 1, above which ours is faster.
+///
+/// A line's points are the number of their place and the ratio. The name of a line has its last ratio beside it.
+pub(crate) fn draw_ratios(
+    title: &str,
+    about: &str,
+    places: &[String],
+    ratios: &[(String, Vec<(usize, f64)>)],
+) -> Result<String, Box<dyn std::error::Error>> {
+    let paints = [OURS].into_iter().chain(KNOWN.iter().map(|(_, paint)| *paint)).chain(OTHERS).cycle();
+    let lines: Vec<Line<'_>> = ratios
+        .iter()
+        .zip(paints)
+        .map(|((name, points), paint)| {
+            let points = points.iter().map(|&(at, ratio)| (at as f64, [ratio; 3])).collect();
+            Line { name, paint, width: 2, points }
+        })
+        .collect();
+    let all = || lines.iter().flat_map(|line| line.points.iter().map(|(_, [ratio, ..])| *ratio));
+    let (lowest, highest) = (all().fold(1.0, f64::min), all().fold(1.0, f64::max));
+    let last = places.len() as f64 - 1.0;
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        root.fill(&GROUND.light)?;
+        root.draw_text(title, &style(21, INK), (16, 12))?;
+        root.draw_text(about, &style(14, FAINT), (16, 38))?;
+        let mut chart = ChartBuilder::on(&root)
+            .margin_top(66)
+            .margin_left(8)
+            .margin_bottom(8)
+            .margin_right(NAMES)
+            .x_label_area_size(46)
+            .y_label_area_size(66)
+            .build_cartesian_2d(-0.25..last + 0.25, (lowest - 0.05)..(highest + 0.05))?;
+        let place = |x: &f64| {
+            let whole = (x.round() - x).abs() < 1e-6 && *x >= -1e-6;
+            places.get(x.round() as usize).filter(|_| whole).cloned().unwrap_or_default()
+        };
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(GRID.light)
+            .axis_style(GRID.light)
+            .x_labels(places.len())
+            .x_label_formatter(&place)
+            .y_label_formatter(&|y| format!("{y:.1}"))
+            .label_style(style(16, FAINT))
+            .axis_desc_style(style(16, FAINT))
+            .x_desc("sequence length")
+            .y_desc("their time / ours")
+            .draw()?;
+        let even = [(-0.25, 1.0), (last + 0.25, 1.0)];
+        chart.draw_series(DashedLineSeries::new(even, 6, 5, ROOFLINE.light.stroke_width(2)))?;
+        let mut names: Vec<(i32, String, Paint)> = Vec::new();
+        for line in lines.iter().rev() {
+            let points = line.points.iter().map(|&(x, [y, ..])| (x, y));
+            let color = line.paint.light;
+            chart.draw_series(LineSeries::new(points.clone(), color.stroke_width(line.width)))?;
+            chart.draw_series(points.map(|at| Circle::new(at, line.width as i32 + 1, color.filled())))?;
+            if let Some(&(x, [y, ..])) = line.points.last() {
+                names.push((chart.backend_coord(&(x, y)).1, format!("{} {y:.2}", line.name), line.paint));
+            }
+        }
+        write_names(&root, SIZE.0 as i32 - NAMES as i32 - 6, names)?;
+        root.present()?;
+    }
+    Ok(themed(svg, &lines, title))
+}
+
 fn style(size: u32, paint: Paint) -> TextStyle<'static> {
     ("sans-serif", size).into_font().color(&paint.light)
 }

@@ -19,6 +19,7 @@ pub mod compare;
 pub mod csv;
 #[cfg(feature = "cuda")]
 pub mod entry;
+pub mod few;
 mod harness;
 pub mod host;
 pub mod memory;

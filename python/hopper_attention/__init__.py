@@ -50,7 +50,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _fp8, _torch, _varlen
+        from . import _fp8, _sinks, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -132,7 +132,7 @@ def attention(
             return _varlen.nested(q, k, v, return_lse, scale=scale, sm_margin=sm_margin, s_aux=s_aux, **mask)
         if s_aux is not None:
             mask = (causal, window, top_left)
-            return _varlen.attention_sinks(q, k, v, s_aux, *mask, scale, return_lse, sm_margin)
+            return _sinks.attention_sinks(q, k, v, s_aux, *mask, scale, return_lse, sm_margin)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, out, lse_out, stream, sm_margin, s_aux)
 
@@ -338,19 +338,21 @@ def attention_fp8(
     scale_o: Any = None,
     return_amax: bool = False,
     sm_margin: int = 0,
+    s_aux: Any = None,
 ) -> Any:
     """`attention` on operands that `quantize` made. It has no gradient.
 
     - out_dtype: torch.bfloat16 (the default), torch.float16 or torch.float8_e4m3fn.
     - scale_o: f32 [1], with FP8 outputs: the factor on o before it is rounded.
     - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
+    - s_aux: attention sinks as in `attention`, without a gradient.
 
     Gives o, or a tuple of o, lse and amax with those that were asked for.
     """
     _need_torch()
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     return _fp8.attention_fp8(
-        operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax, sm_margin
+        operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax, sm_margin, s_aux
     )
 
 
@@ -370,8 +372,8 @@ def register_transformers(name: str = "hopper_attention") -> None:
     """Registers attention and its mask function with Hugging Face transformers.
 
     Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
-    is made. Padding, and packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, are computed. What the
-    library does not compute raises NotImplementedError: dropout, softcap, sinks, position bias.
+    is made. Padding, packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, and sinks are computed. What
+    the library does not compute raises NotImplementedError: dropout, softcap, position bias.
     """
     _need_torch()
     from . import _transformers

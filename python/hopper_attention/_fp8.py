@@ -10,6 +10,7 @@ import torch
 from . import abi
 from ._calls import Call, prepared
 from ._plans import Window, descale_shape, margin_of, mask_of, plans, scale_of, scaling_of
+from ._sinks import operand
 from ._torch import DTYPES, _library, described, ordinal, problem_of, run
 
 _SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -66,11 +67,17 @@ def attention_fp8(
     scale_o: Optional[torch.Tensor],
     return_amax: bool,
     sm_margin: int,
+    s_aux: Optional[torch.Tensor] = None,
 ) -> Any:
     """See hopper_attention.attention_fp8."""
     _check(q=operands.q, k=operands.k, v=operands.v)
     if out_dtype not in _OUTPUTS:
         raise TypeError(f"out_dtype: {out_dtype}; allowed: {', '.join(map(str, _OUTPUTS))}")
+    sinks = None
+    if s_aux is not None:
+        sinks = operand(s_aux, operands.q.device)
+        if s_aux.requires_grad and torch.is_grad_enabled():
+            raise ValueError("s_aux: it requires a gradient, and FP8 has none; detach it, or use torch.no_grad()")
     o, lse, amax = torch.ops.hopper_attention.forward_fp8(
         operands.q,
         operands.k,
@@ -87,6 +94,7 @@ def attention_fp8(
         return_amax,
         operands.half_scores,
         margin_of(sm_margin),
+        sinks,
     )
     results = (o, *([lse] if return_lse else []), *([amax] if return_amax else []))
     return results if len(results) > 1 else o
@@ -100,7 +108,7 @@ _library.define(
 _library.define(
     "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor? scale_o,"
     " float scale, int mask, int corner, int window_left, int window_right, int scaling, int output, bool lse, bool amax,"
-    " bool half_scores, int sm_margin=0) -> (Tensor, Tensor, Tensor)",
+    " bool half_scores, int sm_margin=0, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -147,13 +155,15 @@ def _fp8_outputs(q: Any, v: Any, output: int, lse: bool, amax: bool) -> list:
 
 
 def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any, *rest: Any) -> tuple:
-    # The dispatcher leaves the margin out where it is 0.
-    numbers, (scaling, output, lse, amax, half_scores) = rest[:5] + rest[10:], rest[5:10]
+    # The dispatcher leaves out what is as it is by default: the sinks, and a margin of 0 before none.
+    numbers, (scaling, output, lse, amax, half_scores) = rest[:5] + rest[10:11], rest[5:10]
+    sinks = rest[11] if len(rest) > 11 else None
     o, lse_out, amax_out = outputs = _fp8_outputs(q, v, output, lse, amax)
     given = {"q": q, "k": k, "v": v, "o": o, "descale_q": dq, "descale_k": dk, "descale_v": dv}
     given |= {"lse": lse_out} if lse else {}
     given |= {"scale_o": scale_o} if scale_o is not None else {}
     given |= {"amax": amax_out} if amax else {}
+    given |= {"sinks": sinks} if sinks is not None else {}
 
     def make() -> Call:
         options = {
@@ -162,11 +172,12 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
             "output": output,
             "scaling": scaling,
             "half_scores": int(half_scores),
+            "sinks": 0 if sinks is None else DTYPES[sinks.dtype],
         }
         problem = problem_of(q, k, v, *numbers, **options)
         return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 
-    key = (rest, *((name, t.dtype, t.device, t.shape, t.stride()) for name, t in given.items()))
+    key = (rest[:11], *((name, t.dtype, t.device, t.shape, t.stride()) for name, t in given.items()))
     run(prepared(key, make), q, tuple(given.values()))
     return tuple(outputs)
 

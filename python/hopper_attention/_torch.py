@@ -1,7 +1,7 @@
 """attention() on torch tensors, and the operators behind it.
 
-The operators hopper_attention::forward, forward_lse and backward are registered with torch.library. So torch.compile
-traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
+The operators hopper_attention::forward, forward_lse and backward, and those with sinks (_sinks.py), are registered with
+torch.library. So torch.compile traces them as one node each, and autograd records them. Two implementations exist: _torch_op.so, if the package has
 the file and torch takes it, and the ctypes functions below.
 
 An eager call on a GPU takes a shorter way, if it can: through an operator of torch's own. That costs the host less,
@@ -360,15 +360,17 @@ def _key(tensors: tuple) -> tuple:
     return tuple([(t.dtype, t.device, t.shape, t.stride()) for t in tensors])
 
 
-def forward_into(q: Any, k: Any, v: Any, o: Any, lse: Optional[torch.Tensor], numbers: tuple) -> None:
+def forward_into(
+    q: Any, k: Any, v: Any, o: Any, lse: Optional[torch.Tensor], numbers: tuple, sinks: Optional[torch.Tensor] = None
+) -> None:
     """Runs a forward pass that writes o, and lse if it is given."""
-    given = (q, k, v, o) if lse is None else (q, k, v, o, lse)
+    given = (q, k, v, o) if lse is None else (q, k, v, o, lse) if sinks is None else (q, k, v, o, lse, sinks)
 
     def make() -> Call:
-        problem = problem_of(q, k, v, *numbers, lse=int(lse is not None))
-        return Call(
-            abi.ForwardArgs, problem, ordinal(q.device), dict(zip(("q", "k", "v", "o", "lse"), map(described, given)))
-        )
+        of_sinks = {} if sinks is None else {"sinks": DTYPES[sinks.dtype]}
+        problem = problem_of(q, k, v, *numbers, lse=int(lse is not None), **of_sinks)
+        names = ("q", "k", "v", "o", "lse", "sinks")
+        return Call(abi.ForwardArgs, problem, ordinal(q.device), dict(zip(names, map(described, given))))
 
     run(prepared((numbers, _key(given)), make), q, given)
 
@@ -385,6 +387,9 @@ def _forward_lse(q: Any, k: Any, v: Any, *numbers: Any) -> Any:
     return o, lse
 
 
+_GRADIENTS = ("d_q", "d_k", "d_v", "d_sinks")
+
+
 def backward_into(
     d_o: Any,
     d_lse: Any,
@@ -396,17 +401,23 @@ def backward_into(
     gradients: list,
     numbers: tuple,
     deterministic: bool,
+    sinks: Optional[torch.Tensor] = None,
 ) -> None:
-    """Runs a backward pass that writes the three gradients."""
-    given = (q, k, v, o, lse, d_o, *gradients) if d_lse is None else (q, k, v, o, lse, d_o, *gradients, d_lse)
+    """Runs a backward pass that writes the three gradients, and that of the sinks where there are any."""
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, **dict(zip(_GRADIENTS, gradients))}
+    tensors |= {} if d_lse is None else {"d_lse": d_lse}
+    tensors |= {} if sinks is None else {"sinks": sinks}
+    given = tuple(tensors.values())
 
     def make() -> Call:
-        forward = problem_of(q, k, v, *numbers)
-        problem = abi.BackwardProblem.of(forward, d_lse=int(d_lse is not None), deterministic=int(deterministic))
-        names = ("q", "k", "v", "o", "lse", "d_o", "d_q", "d_k", "d_v", "d_lse")
-        return Call(abi.BackwardArgs, problem, ordinal(q.device), dict(zip(names, map(described, given))))
+        of_sinks = {} if sinks is None else {"sinks": DTYPES[sinks.dtype]}
+        forward = problem_of(q, k, v, *numbers, **of_sinks)
+        wanted = {"d_lse": int(d_lse is not None), "d_sinks": int(sinks is not None)}
+        problem = abi.BackwardProblem.of(forward, deterministic=int(deterministic), **wanted)
+        described_ones = {name: described(t) for name, t in tensors.items()}
+        return Call(abi.BackwardArgs, problem, ordinal(q.device), described_ones)
 
-    run(prepared((numbers, deterministic, _key(given)), make), q, given)
+    run(prepared((numbers, deterministic, tuple(tensors), _key(given)), make), q, given)
 
 
 def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> Any:
@@ -415,6 +426,20 @@ def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *r
     gradients = [t.new_empty(t.shape) for t in (q, k, v)]
     d_lse = None if d_lse is None else readable(d_lse)
     backward_into(readable(d_o), d_lse, q, k, v, o, lse, gradients, numbers, deterministic)
+    return tuple(gradients)
+
+
+def _forward_sinks(q: Any, k: Any, v: Any, sinks: Any, *numbers: Any) -> Any:
+    o, lse = _empty(q, v, True)
+    forward_into(q, k, v, o, lse, numbers, sinks)
+    return o, lse
+
+
+def _backward_sinks(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, sinks: Any, o: Any, lse: Any, *rest: Any) -> Any:
+    numbers, deterministic = rest[:5] + rest[6:], rest[5]
+    gradients = [*(t.new_empty(t.shape) for t in (q, k, v)), torch.empty_like(sinks, dtype=torch.float32)]
+    d_lse = None if d_lse is None else readable(d_lse)
+    backward_into(readable(d_o), d_lse, q, k, v, o, lse, gradients, numbers, deterministic, sinks)
     return tuple(gradients)
 
 
@@ -428,6 +453,9 @@ for _schema in (
     f"forward_lse(Tensor q, Tensor k, Tensor v, {_NUMBERS}, {_MARGIN}) -> (Tensor, Tensor)",
     "backward(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_NUMBERS}, bool deterministic, {_MARGIN}) -> (Tensor, Tensor, Tensor)",
+    f"forward_sinks(Tensor q, Tensor k, Tensor v, Tensor sinks, {_NUMBERS}, {_MARGIN}) -> (Tensor, Tensor)",
+    "backward_sinks(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, "
+    f"{_NUMBERS}, bool deterministic, {_MARGIN}) -> (Tensor, Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -449,7 +477,13 @@ def _register() -> Optional[str]:
             if register(os.fsencode(abi.load().path), text, len(text)) == 0:
                 return None
             why = text.value.decode(errors="replace")
-    for name, function in (("forward", _forward), ("forward_lse", _forward_lse), ("backward", _backward)):
+    for name, function in (
+        ("forward", _forward),
+        ("forward_lse", _forward_lse),
+        ("backward", _backward),
+        ("forward_sinks", _forward_sinks),
+        ("backward_sinks", _backward_sinks),
+    ):
         for key in ("CPU", "CUDA"):
             _library.impl(name, function, key)
     return why

@@ -16,7 +16,8 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from ._torch import attention, readable
-from ._varlen import attention_sinks, attention_varlen, readable_rows
+from ._sinks import attention_sinks
+from ._varlen import attention_varlen, readable_rows
 
 OLDEST = (5, 17)
 

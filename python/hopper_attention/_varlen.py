@@ -14,11 +14,11 @@ import torch
 from . import abi
 from ._calls import Call, prepared
 from ._plans import Hints, Window, check_list, hints_of, lists_of, output_shapes, packed_problem
+from ._sinks import operand
 from ._torch import (
     DTYPES,
     _autocast,
     _below,
-    _check,
     _check_operand,
     _in_words,
     _key,
@@ -93,34 +93,8 @@ def _call(operator: Any, recorded: bool, tensors: tuple, rest: tuple) -> Any:
         raise _in_words(error) from None
 
 
-def attention_sinks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    s_aux: torch.Tensor,
-    causal: bool,
-    window: Window,
-    top_left: bool,
-    scale: Optional[float],
-    return_lse: bool,
-    sm_margin: int,
-) -> Any:
-    """attention() with sinks."""
-    _check(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
-    return _with_sinks(q, k, v, s_aux, (None, None, None, None, 0, 0, False, False, *numbers), return_lse)
-
-
 def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
-    if not isinstance(s_aux, torch.Tensor) or not s_aux.is_floating_point():
-        what = s_aux.dtype if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
-        raise TypeError(f"s_aux: {what}; allowed: tensors of floating-point numbers")
-    if s_aux.ndim != 1:
-        raise ValueError(f"s_aux: {s_aux.ndim} dimensions; allowed: 1, [heads_q]")
-    # f16 fits f32, as the library reads it.
-    dtype = s_aux.dtype if s_aux.dtype in (torch.float32, torch.bfloat16) else torch.float32
-    sinks = s_aux.to(device=q.device, dtype=dtype).contiguous()
+    sinks = operand(s_aux, q.device)
     tensors = (q, k, v, sinks)
     o, lse = _call(torch.ops.hopper_attention.sinks_forward.default, is_recorded(*tensors), tensors, rest)
     return (o, lse) if return_lse else o
@@ -398,4 +372,4 @@ torch.library.register_autograd("hopper_attention::varlen_backward", _second, li
 torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 
-__all__ = ["attention_sinks", "attention_varlen", "nested", "readable_rows"]
+__all__ = ["attention_varlen", "nested", "readable_rows"]

@@ -76,6 +76,43 @@ class Fp8(unittest.TestCase):
         self.assertEqual(eighth.dtype, torch.float8_e4m3fn)
         self.assertLess(self.error(eighth.float() / scale), 0.12)
 
+    def test_sinks(self):
+        """Those of all types, in all scalings, beside attention in f32 with the same sinks."""
+        logits = torch.tensor([0.0, 3.0, -2.0, 8.0])
+        made = {scaling: hopper_attention.quantize(*self.qkv, scaling=scaling) for scaling in ("per_head", "per_block")}
+        for scaling, operands in made.items():
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                with self.subTest(scaling=scaling, dtype=dtype):
+                    sinks = logits.to(dtype)
+                    o, lse = hopper_attention.attention_fp8(operands, causal=True, return_lse=True, s_aux=sinks)
+                    self.assertLess(self.error(o, causal=True, s_aux=logits), 0.08)
+                    want = hopper_attention.attention(
+                        *(t.float() for t in self.qkv), causal=True, return_lse=True, s_aux=logits
+                    )[1]
+                    torch.testing.assert_close(lse, want, rtol=0, atol=0.2)
+                    self.assertGreater(self.error(o, causal=True), 0.3)
+        operands = made["per_block"]
+        none = torch.full((4,), -torch.inf)
+        self.assertTrue(
+            torch.equal(
+                hopper_attention.attention_fp8(operands, s_aux=none, sm_margin=3), hopper_attention.attention_fp8(operands)
+            )
+        )
+
+        def sunk(operands, sinks):
+            return hopper_attention.attention_fp8(operands, causal=True, s_aux=sinks) * 2
+
+        compiled = torch.compile(sunk, fullgraph=True, backend="aot_eager")
+        self.assertTrue(torch.equal(compiled(operands, logits), sunk(operands, logits)))
+        for error, words, sinks in (
+            (TypeError, "s_aux: torch.int64", logits.long()),
+            (ValueError, "s_aux: 2 dimensions", logits[None]),
+            (ValueError, "s_aux: it requires a gradient", logits.clone().requires_grad_()),
+            (abi.HattnError, "sinks: shape", logits[:3]),
+        ):
+            with self.subTest(words=words), self.assertRaisesRegex(error, words):
+                hopper_attention.attention_fp8(operands, s_aux=sinks)
+
     def test_compiled(self):
         def both(q, k, v):
             return hopper_attention.attention_fp8(hopper_attention.quantize(q, k, v, hadamard=3), causal=True) * 2

@@ -146,8 +146,48 @@ class Torch(unittest.TestCase):
         nested = hopper_attention.attention(*ragged, causal=True, s_aux=sinks)
         torch.testing.assert_close(nested.values().view(want.shape), want.detach(), rtol=0, atol=0)
 
+    def test_compiled_and_exported(self):
+        """One graph, forward and backward, and the same numbers."""
+
+        def loss(q, k, v, sinks):
+            o, lse = hopper_attention.attention(q, k, v, causal=True, return_lse=True, s_aux=sinks)
+            return o.square().sum() + lse.sin().sum()
+
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = self.inputs(dtype)
+            want = loss(*inputs)
+            exact = torch.autograd.grad(want, inputs)
+            torch._dynamo.reset()
+            got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs)
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+            for mine, other in zip(torch.autograd.grad(got, inputs), exact):
+                self.assertEqual(mine.dtype, other.dtype)
+                torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.sinks = torch.nn.Parameter(torch.randn(4))
+
+            def forward(self, q, k, v):
+                return hopper_attention.attention(q, k, v, causal=True, s_aux=self.sinks)
+
+        layer, qkv = Layer(), [t.detach() for t in self.inputs()[:3]]
+        exported = torch.export.export(layer, tuple(qkv))
+        names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+        self.assertIn("hopper_attention.forward_sinks.default", names)
+        torch.testing.assert_close(exported.module()(*qkv), layer(*qkv), rtol=0, atol=0)
+
+    def test_second_derivatives_are_refused(self):
+        q, k, v, sinks = self.inputs()
+        o = hopper_attention.attention(q, k, v, s_aux=sinks)
+        (gradient,) = torch.autograd.grad(o.square().sum(), sinks, create_graph=True)
+        with self.assertRaisesRegex(NotImplementedError, "second derivative"):
+            gradient.sum().backward()
+
     def test_the_operators_are_sound(self):
         q, k, v, sinks = self.inputs()
+        torch.library.opcheck(torch.ops.hopper_attention.forward_sinks.default, (q, k, v, sinks, 0.0, 1, 0, 0, 0))
         arguments = (q, k, v, sinks, None, None, None, None, 0, 0, False, False, 0.0, 0, 0, 0, 0, 0)
         torch.library.opcheck(torch.ops.hopper_attention.sinks_forward.default, arguments)
 

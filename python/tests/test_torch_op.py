@@ -70,6 +70,30 @@ class Compiled(unittest.TestCase):
                         for one, want in zip(got, _torch._backward(d_o, d_lse, *saved, *numbers, True)):
                             self.assertTrue(torch.equal(one, want))
 
+    def test_sinks_are_the_same_as_through_ctypes(self):
+        q, k, v, d_o = self.tensors(2, 19, 3, 24, count=4, dtype=torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16):
+            sinks = torch.tensor([0.0, 2.0, -torch.inf]).to(dtype)
+            for numbers in (FULL, CAUSAL, (0.3, 2, 1, 4, 2)):
+                o, lse = self.ops.forward_sinks(q, k, v, sinks, *numbers)
+                for got, want in zip((o, lse), _torch._forward_sinks(q, k, v, sinks, *numbers)):
+                    self.assertTrue(torch.equal(got, want))
+                self.assertFalse(torch.equal(o, self.ops.forward(q, k, v, *numbers)))
+                for d_lse in (None, torch.randn_like(lse)):
+                    saved = (q, k, v, sinks, o, lse)
+                    got = self.ops.backward_sinks(d_o, d_lse, *saved, *numbers, True)
+                    self.assertEqual((len(got), got[3].shape, got[3].dtype), (4, (3,), torch.float32))
+                    for one, want in zip(got, _torch._backward_sinks(d_o, d_lse, *saved, *numbers, True)):
+                        self.assertTrue(torch.equal(one, want))
+        for words, sinks in (("HATTN_ERROR_DTYPE", sinks.double()), ("sinks: 2 dimensions", sinks[None])):
+            with self.assertRaisesRegex(RuntimeError, words):
+                self.ops.forward_sinks(q, k, v, sinks, *FULL)
+            with self.assertRaisesRegex(RuntimeError, words):
+                self.ops.backward_sinks(d_o, None, q, k, v, sinks, o, lse, *FULL, False)
+        for sinks in (torch.zeros(3).half(), torch.zeros(2)):
+            with self.assertRaisesRegex(RuntimeError, "sinks.*HATTN_ERROR"):
+                self.ops.forward_sinks(q, k, v, sinks, *FULL)
+
     def test_the_margin_reaches_the_library(self):
         """The CPU ignores a margin, but for one below 0, which no device takes."""
         q, k, v = self.tensors(1, 4, 2, 8)

@@ -1,5 +1,5 @@
-// torch's ops hopper_attention::forward, forward_lse and backward, computed through the C ABI. A call from Python
-// takes less time than through ctypes. The package defines the ops. hattn_torch_register gives them these kernels for
+// torch's ops hopper_attention::forward, forward_lse, backward, forward_sinks and backward_sinks, computed through the
+// C ABI. A call from Python takes less time than through ctypes. The package defines the ops. hattn_torch_register gives them these kernels for
 // CPU and CUDA.
 //
 // An op runs on the current stream of its tensors' device, and takes outputs and workspace from torch's allocator. The
@@ -223,6 +223,7 @@ class Arguments {
 
 const char* const kOrder = "[batch, seqlen, heads, head_dim]";
 const char* const kOrderOfLse = "[batch, heads, seqlen]";
+const char* const kOrderOfSinks = "[heads]";
 
 // Scale, mask and margin in the ABI's terms.
 struct Numbers {
@@ -301,10 +302,15 @@ void require_gradients(Tensor& q, Tensor& k, Tensor& v, const Numbers& numbers) 
   }
 }
 
-void forward(Tensor q, Tensor k, Tensor v, const Numbers& numbers, bool with_lse, bool for_gradients,
+// `sinks`: the attention sinks, or no tensor.
+void forward(Tensor q, Tensor k, Tensor v, Tensor sinks, const Numbers& numbers, bool with_lse, bool for_gradients,
              StableValue* results) {
   hattn_forward_problem problem = problem_of(q, k, v, numbers, hattn_forward_problem HATTN_FORWARD_PROBLEM_INIT);
   problem.lse = with_lse;
+  if (sinks) {
+    sinks.describe(1, "sinks", kOrderOfSinks);
+    problem.sinks = sinks->dtype;
+  }
   const auto plan = state->forward_plans.get(problem, q->device);
   if (for_gradients && !plan->has_gradients.load(std::memory_order_relaxed)) {
     require_gradients(q, k, v, numbers);
@@ -322,13 +328,15 @@ void forward(Tensor q, Tensor k, Tensor v, const Numbers& numbers, bool with_lse
   args.v = v.view();
   args.o = o.view();
   args.lse = lse.view();
+  args.sinks = sinks.view();
   run(plan, q->device, args);
   results[0] = o.release();
   if (with_lse) results[1] = lse.release();
 }
 
-void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, const Numbers& numbers,
-              bool deterministic, StableValue* results) {
+// `sinks`: the attention sinks, whose gradient is then the fourth result, or no tensor.
+void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse,
+              const Numbers& numbers, bool deterministic, StableValue* results) {
   hattn_backward_problem problem = problem_of(q, k, v, numbers, hattn_backward_problem HATTN_BACKWARD_PROBLEM_INIT);
   problem.deterministic = deterministic;
   problem.d_lse = d_lse.view() != nullptr;
@@ -339,6 +347,13 @@ void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor o, 
   if (problem.d_lse != 0) {
     d_lse.describe(3, "d_lse", kOrderOfLse);
     d_lse.make_readable();
+  }
+  Tensor d_sinks;
+  if (sinks) {
+    sinks.describe(1, "sinks", kOrderOfSinks);
+    problem.sinks = sinks->dtype;
+    problem.d_sinks = 1;
+    d_sinks = Tensor::empty(1, sinks->shape, state->f32, q->device);
   }
   Tensor d_q = q.empty_like(), d_k = k.empty_like(), d_v = v.empty_like();
   hattn_backward_args args = HATTN_BACKWARD_ARGS_INIT;
@@ -352,10 +367,13 @@ void backward(Tensor d_o, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor o, 
   args.d_q = d_q.view();
   args.d_k = d_k.view();
   args.d_v = d_v.view();
+  args.sinks = sinks.view();
+  args.d_sinks = d_sinks.view();
   run(state->backward_plans.get(problem, q->device), q->device, args);
   results[0] = d_q.release();
   results[1] = d_k.release();
   results[2] = d_v.release();
+  if (d_sinks) results[3] = d_sinks.release();
 }
 
 void forward_kernel(StableValue* stack, bool with_lse) {
@@ -363,22 +381,33 @@ void forward_kernel(StableValue* stack, bool with_lse) {
   Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   Numbers numbers(arguments);
   numbers.others[4] = arguments.integer();
-  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, false, stack);
+  forward(std::move(q), std::move(k), std::move(v), Tensor(), numbers, with_lse, false, stack);
 }
 void plain_forward_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, false); }
 void forward_lse_kernel(StableValue* stack, uint64_t, uint64_t) { forward_kernel(stack, true); }
 
-void backward_kernel(StableValue* stack, uint64_t, uint64_t) {
+void forward_sinks_kernel(StableValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), sinks = arguments.tensor();
+  Numbers numbers(arguments);
+  numbers.others[4] = arguments.integer();
+  forward(std::move(q), std::move(k), std::move(v), std::move(sinks), numbers, true, false, stack);
+}
+
+void any_backward_kernel(StableValue* stack, bool with_sinks) {
   Arguments arguments(stack);
   Tensor d_o = arguments.tensor(), d_lse = arguments.optional_tensor();
-  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), sinks;
+  if (with_sinks) sinks = arguments.tensor();
   Tensor o = arguments.tensor(), lse = arguments.tensor();
   Numbers numbers(arguments);
   const bool deterministic = arguments.boolean();
   numbers.others[4] = arguments.integer();
-  backward(std::move(d_o), std::move(d_lse), std::move(q), std::move(k), std::move(v), std::move(o), std::move(lse),
-           numbers, deterministic, stack);
+  backward(std::move(d_o), std::move(d_lse), std::move(q), std::move(k), std::move(v), std::move(sinks), std::move(o),
+           std::move(lse), numbers, deterministic, stack);
 }
+void backward_kernel(StableValue* stack, uint64_t, uint64_t) { any_backward_kernel(stack, false); }
+void backward_sinks_kernel(StableValue* stack, uint64_t, uint64_t) { any_backward_kernel(stack, true); }
 
 // The arguments of torch's own op after its tensors: dropout_p, is_causal, attn_mask, scale. The package gives mask and
 // margin as attn_mask, if is_causal cannot say them.
@@ -398,7 +427,7 @@ void recorded_forward_kernel(StableValue* stack, uint64_t, uint64_t) {
   const Numbers numbers = numbers_of_recorded(arguments);
   // Without gradients nobody needs the log-sum-exp. The op has to give some tensor.
   const bool with_lse = state->torch.aoti_torch_grad_mode_is_enabled();
-  forward(std::move(q), std::move(k), std::move(v), numbers, with_lse, with_lse, stack);
+  forward(std::move(q), std::move(k), std::move(v), Tensor(), numbers, with_lse, with_lse, stack);
   if (!with_lse) stack[1] = Tensor::again(state->nothing).release();
 }
 
@@ -408,8 +437,8 @@ void recorded_backward_kernel(StableValue* stack, uint64_t, uint64_t) {
   Tensor o = arguments.tensor(), lse = arguments.tensor();
   const Numbers numbers = numbers_of_recorded(arguments);
   const bool deterministic = state->torch.deterministic();
-  backward(std::move(d_o), Tensor(), std::move(q), std::move(k), std::move(v), std::move(o), std::move(lse), numbers,
-           deterministic, stack);
+  backward(std::move(d_o), Tensor(), std::move(q), std::move(k), std::move(v), Tensor(), std::move(o), std::move(lse),
+           numbers, deterministic, stack);
 }
 
 void register_kernels(const Torch& torch) {
@@ -420,7 +449,9 @@ void register_kernels(const Torch& torch) {
             0 ||
         torch.aoti_torch_library_impl(library, "forward", plain_forward_kernel) != 0 ||
         torch.aoti_torch_library_impl(library, "forward_lse", forward_lse_kernel) != 0 ||
-        torch.aoti_torch_library_impl(library, "backward", backward_kernel) != 0) {
+        torch.aoti_torch_library_impl(library, "backward", backward_kernel) != 0 ||
+        torch.aoti_torch_library_impl(library, "forward_sinks", forward_sinks_kernel) != 0 ||
+        torch.aoti_torch_library_impl(library, "backward_sinks", backward_sinks_kernel) != 0) {
       torch_failed(std::string("torch refused the kernels for ") + key + "; its log says why");
     }
   }

@@ -17,6 +17,8 @@
 //! - `seqlens_q` and `seqlens_k` may be in host memory where the tensors are on a GPU. They are then checked.
 //! - By default the kernels are those for Hopper. The feature `sm80` adds those for older GPUs.
 //! - The struct `FlashAttn` is left out.
+//! - [`flash_attn_sinks`] and [`flash_attn_sinks_varlen`] are there beside candle's functions. Their signatures are
+//!   mistral.rs's.
 //!
 //! On a GPU packed sequences need the kernels for Hopper.
 //!
@@ -26,9 +28,12 @@
 
 #![deny(missing_docs)]
 
+mod sinks;
+
 use candle_core::{Result, Tensor};
 use hopper_attention_candle::hopper_attention::Error;
 use hopper_attention_candle::{Mask, Options, attention, attention_varlen, refusal};
+pub use sinks::{flash_attn_sinks, flash_attn_sinks_varlen};
 
 /// Attention to all keys, or with a causal mask.
 ///

@@ -1,12 +1,13 @@
 //! Runs in host memory.
 
-use candle_core::{CpuStorage, Layout, Result, WithDType};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Layout, Result, WithDType};
 use hopper_attention::{
-    Args, BackwardProblem, Device, Element, Float, ForwardProblem, Slot, Stream, TensorMut, TensorRef, Workspace,
+    Args, BackwardProblem, Device, Element, Float, ForwardProblem, Slot, Stream, TensorMut, TensorRef, Workspace, bf16,
 };
 
 use crate::error::refusal;
-use crate::offsets::Packing;
+use crate::offsets::{Packing, is_packed};
 use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in host memory.
@@ -17,13 +18,14 @@ pub fn forward<T: Float + WithDType>(
     problem: &ForwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
+    sinks: Option<Given<'_>>,
 ) -> Result<(CpuStorage, Option<CpuStorage>)> {
-    let (o_shape, lse_shape) = (problem.o_shape(), problem.lse_shape());
-    let (of_o, of_lse) = (dims(&o_shape, packing.is_some()), dims(&lse_shape, packing.is_some()));
+    let ([is_packed, _], o_shape, lse_shape) = (is_packed(packing), problem.o_shape(), problem.lse_shape());
+    let (of_o, of_lse) = (dims(&o_shape, is_packed), dims(&lse_shape, is_packed));
     let (mut o, mut lse) = (vec![T::default(); elements(of_o)?], vec![0f32; elements(of_lse)?]);
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
     args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
-    args = write(args, Slot::O, &mut o, of_o)?;
+    args = write(read_sinks(args, sinks)?, Slot::O, &mut o, of_o)?;
     if problem.wants_lse() {
         args = write(args, Slot::Lse, &mut lse, of_lse)?;
     }
@@ -34,22 +36,26 @@ pub fn forward<T: Float + WithDType>(
     Ok((T::to_cpu_storage_owned(o), problem.wants_lse().then_some(CpuStorage::F32(lse))))
 }
 
-/// Computes the gradients of Q, K and V.
+/// Computes the gradients of Q, K and V, and that of the sinks if the problem wants it.
 pub fn backward<T: Float + WithDType>(
     problem: &BackwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
+    sinks: Option<Given<'_>>,
     o: Given<'_>,
     lse: &CpuStorage,
     d_o: Given<'_>,
-) -> Result<[CpuStorage; 3]> {
+) -> Result<([CpuStorage; 3], Option<CpuStorage>)> {
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
-    let [of_q, of_k, of_v] = [0, 1, 2].map(|tensor| dims(&shapes[tensor], packing.is_some()));
+    let [q_is_packed, kv_is_packed] = is_packed(packing);
+    let (of_q, of_k) = (dims(&shapes[0], q_is_packed), dims(&shapes[1], kv_is_packed));
+    let of_v = dims(&shapes[2], kv_is_packed);
     let mut d_q = vec![T::default(); elements(of_q)?];
     let mut d_k = vec![T::default(); elements(of_k)?];
     let mut d_v = vec![T::default(); elements(of_v)?];
+    let mut d_sinks = vec![0f32; problem.dims().heads_q];
     let lse_shape = problem.forward().lse_shape();
-    let (lse, of_lse) = (lse.as_slice::<f32>()?, dims(&lse_shape, packing.is_some()));
+    let (lse, of_lse) = (lse.as_slice::<f32>()?, dims(&lse_shape, q_is_packed));
     let mut args = Args::new();
     for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
         args = read::<T>(args, slot, tensor)?;
@@ -60,11 +66,30 @@ pub fn backward<T: Float + WithDType>(
     args = write(args, Slot::DQ, &mut d_q, of_q)?;
     args = write(args, Slot::DK, &mut d_k, of_k)?;
     args = write(args, Slot::DV, &mut d_v, of_v)?;
+    if problem.wants_d_sinks() {
+        let layout = contiguous::<1>(&[problem.dims().heads_q])?;
+        args = read_sinks(args, sinks)?.write(Slot::DSinks, TensorMut::host(&mut d_sinks, layout).map_err(refusal)?);
+    }
     let args = Packing::lend(packing, args)?;
     let plan = problem.plan(&Device::Cpu).map_err(refusal)?;
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).map_err(refusal)?;
     plan.run(&Stream::Cpu, &mut workspace, args).map_err(refusal)?;
-    Ok([d_q, d_k, d_v].map(T::to_cpu_storage_owned))
+    let d_sinks = problem.wants_d_sinks().then_some(CpuStorage::F32(d_sinks));
+    Ok(([d_q, d_k, d_v].map(T::to_cpu_storage_owned), d_sinks))
+}
+
+/// Adds the sinks, if there are any: one dimension without gaps, f32 or bf16. The problem has refused other types.
+fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> {
+    fn typed<'a, T: Element + WithDType>(args: Args<'a>, (storage, layout): Given<'a>) -> Result<Args<'a>> {
+        let data = storage.as_slice::<T>()?;
+        let data = data.get(layout.start_offset()..).ok_or_else(|| beyond("sinks", layout, data.len()))?;
+        Ok(args.read(Slot::Sinks, TensorRef::host(data, contiguous::<1>(layout.dims())?).map_err(refusal)?))
+    }
+    match sinks {
+        None => Ok(args),
+        Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
+        Some(sinks) => typed::<f32>(args, sinks),
+    }
 }
 
 /// Adds the memory that a tensor of candle's has.

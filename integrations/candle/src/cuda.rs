@@ -4,17 +4,18 @@ use std::hash::Hash;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
-use candle_core::{CudaStorage, Layout, Result};
+use candle_core::{CudaStorage, DType, Layout, Result};
 use hopper_attention::{
-    Args, BackwardPlan, BackwardProblem, Device, Float, ForwardPlan, ForwardProblem, Slot, Stream, TensorMut,
-    TensorRef, Workspace,
+    Args, BackwardPlan, BackwardProblem, Device, Element, Float, ForwardPlan, ForwardProblem, Slot, Stream, TensorMut,
+    TensorRef, Workspace, bf16,
 };
 use lru::LruCache;
 
 use crate::error::refusal;
-use crate::offsets::Packing;
+use crate::offsets::{Packing, is_packed};
 use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in GPU memory.
@@ -29,18 +30,19 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     problem: &ForwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
+    sinks: Option<Given<'_>>,
 ) -> Result<(CudaStorage, Option<CudaStorage>)> {
     static CACHE: Plans<ForwardProblem, ForwardPlan> = Plans::new();
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
-    let (o_shape, lse_shape) = (problem.o_shape(), problem.lse_shape());
-    let (of_o, of_lse) = (dims(&o_shape, packing.is_some()), dims(&lse_shape, packing.is_some()));
+    let ([is_packed, _], o_shape, lse_shape) = (is_packed(packing), problem.o_shape(), problem.lse_shape());
+    let (of_o, of_lse) = (dims(&o_shape, is_packed), dims(&lse_shape, is_packed));
     let mut o = uninitialised::<T>(device, elements(of_o)?)?;
     let mut lse = if problem.wants_lse() { Some(uninitialised::<f32>(device, elements(of_lse)?)?) } else { None };
     let mut scratch = scratch(device, plan.workspace_bytes())?;
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
     args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
-    args = write(args, Slot::O, &mut o, of_o)?;
+    args = write(read_sinks(args, sinks)?, Slot::O, &mut o, of_o)?;
     if let Some(lse) = &mut lse {
         args = write(args, Slot::Lse, lse, of_lse)?;
     }
@@ -50,26 +52,31 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     Ok((CudaStorage::wrap_cuda_slice(o, device.clone()), lse.map(stored)))
 }
 
-/// Enqueues the computation of the gradients of Q, K and V.
+/// Enqueues the computation of the gradients of Q, K and V, and of that of the sinks if the problem wants it.
 pub fn backward<T: Float + CudaDType + DeviceRepr>(
     problem: &BackwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
+    sinks: Option<Given<'_>>,
     o: Given<'_>,
     lse: &CudaStorage,
     d_o: Given<'_>,
-) -> Result<[CudaStorage; 3]> {
+) -> Result<([CudaStorage; 3], Option<CudaStorage>)> {
     static CACHE: Plans<BackwardProblem, BackwardPlan> = Plans::new();
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
-    let [of_q, of_k, of_v] = [0, 1, 2].map(|tensor| dims(&shapes[tensor], packing.is_some()));
+    let [q_is_packed, kv_is_packed] = is_packed(packing);
+    let (of_q, of_k) = (dims(&shapes[0], q_is_packed), dims(&shapes[1], kv_is_packed));
+    let of_v = dims(&shapes[2], kv_is_packed);
     let mut d_q = uninitialised::<T>(device, elements(of_q)?)?;
     let mut d_k = uninitialised::<T>(device, elements(of_k)?)?;
     let mut d_v = uninitialised::<T>(device, elements(of_v)?)?;
+    let heads = problem.dims().heads_q;
+    let mut d_sinks = if problem.wants_d_sinks() { Some(uninitialised::<f32>(device, heads)?) } else { None };
     let mut scratch = scratch(device, plan.workspace_bytes())?;
     let lse_shape = problem.forward().lse_shape();
-    let (lse, of_lse) = (lse.as_cuda_slice::<f32>()?, dims(&lse_shape, packing.is_some()));
+    let (lse, of_lse) = (lse.as_cuda_slice::<f32>()?, dims(&lse_shape, q_is_packed));
     let mut args = Args::new();
     for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
         args = read::<T>(args, slot, tensor)?;
@@ -80,9 +87,31 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
     args = write(args, Slot::DQ, &mut d_q, of_q)?;
     args = write(args, Slot::DK, &mut d_k, of_k)?;
     args = write(args, Slot::DV, &mut d_v, of_v)?;
+    if let Some(d_sinks) = &mut d_sinks {
+        let d_sinks = TensorMut::cuda(d_sinks.as_view_mut(), contiguous::<1>(&[heads])?).map_err(refusal)?;
+        args = read_sinks(args, sinks)?.write(Slot::DSinks, d_sinks);
+    }
     let args = Packing::lend(packing, args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
-    Ok([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())))
+    let d_sinks = d_sinks.map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone()));
+    Ok(([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())), d_sinks))
+}
+
+/// Adds the sinks, if there are any: one dimension without gaps, f32 or bf16. The problem has refused other types.
+fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> {
+    fn typed<'a, T: Element + CudaDType + DeviceRepr>(
+        args: Args<'a>,
+        (storage, layout): Given<'a>,
+    ) -> Result<Args<'a>> {
+        let data = storage.as_cuda_slice::<T>()?;
+        let view = data.try_slice(layout.start_offset()..).ok_or_else(|| beyond("sinks", layout, data.len()))?;
+        Ok(args.read(Slot::Sinks, TensorRef::cuda(view, contiguous::<1>(layout.dims())?).map_err(refusal)?))
+    }
+    match sinks {
+        None => Ok(args),
+        Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
+        Some(sinks) => typed::<f32>(args, sinks),
+    }
 }
 
 /// Adds the memory that a tensor of candle's has.

@@ -33,8 +33,8 @@
 //!
 //! # Gradients
 //!
-//! [`attention`] takes part in candle's autograd. If one of Q, K and V is a variable or depends on one, the forward
-//! pass keeps the log-sum-exp (LSE) for the backward pass: 4 bytes a query and head. The score matrix is never held in
+//! [`attention`] takes part in candle's autograd, as do the functions with packed sequences and with sinks. If one of Q, K,
+//! V and the sinks is a variable or depends on one, the forward pass keeps the log-sum-exp (LSE) for the backward pass: 4 bytes a query and head. The score matrix is never held in
 //! memory. A gradient of a gradient is refused.
 //!
 //! # On a GPU
@@ -58,15 +58,17 @@ mod error;
 mod offsets;
 mod op;
 mod problem;
+mod sinks;
 
 use candle_core::{Result, Tensor};
 
 pub use error::{cause, refusal};
 pub use hopper_attention;
 pub use hopper_attention::{Arch, Corner, Mask};
-use offsets::{Offsets, Packing};
+use offsets::{Lengths, Offsets, Packing, Queries};
 use op::Attention;
 pub use problem::Options;
+use sinks::Sinks;
 
 /// The output O of attention, of the shape `[batch, seqlen_q, heads_q, head_dim_vo]`, in memory of its own without
 /// gaps.
@@ -80,8 +82,54 @@ pub use problem::Options;
 /// - The tensors are not on one device, or on a device of Apple's.
 /// - The driver failed, or there is no memory.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<Tensor> {
-    let has_gradients = [q, k, v].iter().any(|tensor| tensor.track_op());
-    q.apply_op3(k, v, Attention::new(options, has_gradients, None))
+    attend(q, k, v, None, None, options)
+}
+
+/// As [`attention`], with an attention sink for each query head: `sinks` is `[heads_q]`, in f32 or bf16.
+///
+/// A sink is a logit that takes part in the softmax of every row of its head, and has no value. The softmax scale does not
+/// multiply it, and no mask hides it. A query without keys has the output 0. A sink of -inf changes nothing. gpt-oss has such
+/// sinks. [`ForwardProblemBuilder::sinks`](hopper_attention::ForwardProblemBuilder::sinks) has the formula.
+///
+/// candle's autograd can compute gradients through O, also that of the sinks. It is summed in f64 in a fixed order, so that
+/// it repeats, and rounded to the sinks' type.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use hopper_attention_candle::{Mask, Options, attention_with_sinks};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let qkv = Tensor::randn(0f32, 1.0, (1, 16, 8, 64), &Device::Cpu)?;
+/// let sinks = Var::zeros(8, candle_core::DType::F32, &Device::Cpu)?;
+/// let o = attention_with_sinks(&qkv, &qkv, &qkv, &sinks, &Options::new().mask(Mask::causal()))?;
+/// assert_eq!(o.sum_all()?.backward()?.get(&sinks).unwrap().dims(), [8]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`attention`]. Also: the sinks are not `[heads_q]`, of another type, or on another device than Q, K and V.
+pub fn attention_with_sinks(q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor, options: &Options) -> Result<Tensor> {
+    attend(q, k, v, Some(sinks), None, options)
+}
+
+/// What all calls with gradients do.
+fn attend(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sinks: Option<&Tensor>,
+    packing: Option<Packing>,
+    options: &Options,
+) -> Result<Tensor> {
+    let has_gradients = [q, k, v].into_iter().chain(sinks).any(|tensor| tensor.track_op());
+    let op = Attention::new(options, has_gradients, packing);
+    match sinks {
+        None => q.apply_op3(k, v, op),
+        Some(sinks) => {
+            let (sinks, knot) = Sinks::new(k, sinks)?;
+            q.apply_op3(&knot, v, op.with_sinks(sinks))
+        }
+    }
 }
 
 /// As [`attention`], of packed sequences: each query attends to the keys of its own sequence alone.
@@ -125,14 +173,60 @@ pub fn attention_varlen(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    let has_gradients = [q, k, v].iter().any(|tensor| tensor.track_op());
-    let of_q = Offsets::new("seqlens_q", seqlens_q, q.device())?;
-    let packing = Packing { q: of_q, kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? };
-    q.apply_op3(k, v, Attention::new(options, has_gradients, Some(packing)))
+    attend(q, k, v, None, Some(packed(q, seqlens_q, seqlens_kv)?), options)
+}
+
+/// As [`attention_varlen`], with a sink for each query head, which all sequences share: see [`attention_with_sinks`].
+///
+/// Rows of O that belong to no sequence are 0, and have no part in the gradient of the sinks.
+///
+/// # Errors
+/// As [`attention_varlen`], and as [`attention_with_sinks`] for the sinks.
+pub fn attention_varlen_with_sinks(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sinks: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_kv: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    attend(q, k, v, Some(sinks), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+}
+
+fn packed(q: &Tensor, seqlens_q: &Tensor, seqlens_kv: &Tensor) -> Result<Packing> {
+    let of_q = Queries::Packed(Offsets::new("seqlens_q", seqlens_q, q.device())?);
+    Ok(Packing { q: of_q, kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? })
+}
+
+/// Attention of padded queries to packed keys, with or without sinks: `q` is `[batch, seqlen_q, heads_q, head_dim]`, `k` and
+/// `v` are `[total_kv, heads_kv, head_dim]`.
+///
+/// - `seqlens_q` and `seqlens_kv` are as for [`attention_varlen`]. Sequence `i` has the first rows of entry `i` of Q: as many
+///   as from entry `i` of `seqlens_q` to entry `i + 1`.
+/// - The rows of Q after them are padding. They are 0 in O and in the gradient of Q.
+/// - [`Options::max_seqlens`] is a hint for speed.
+///
+/// # Errors
+/// As [`attention_varlen`] and [`attention_with_sinks`], with four dimensions of Q. In host memory also: a sequence has more
+/// queries than Q has rows.
+pub fn attention_padded_q(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sinks: Option<&Tensor>,
+    seqlens_q: &Tensor,
+    seqlens_kv: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    let lengths = Lengths::new("seqlens_q", seqlens_q, q.dims().get(1).copied().unwrap_or(0), q.device())?;
+    let packing = Packing { q: Queries::Padded(lengths), kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? };
+    attend(q, k, v, sinks, Some(packing), options)
 }
 
 /// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,
-/// seqlen_q]`. For inference: it merges the outputs of attention to parts of the keys.
+/// seqlen_q]`. For inference: it merges the outputs of attention to parts of the keys. (So it takes no sinks: merged parts
+/// would count a sink more than once.)
 ///
 /// # Errors
 /// As [`attention`]. Also: Q, K or V is a variable or depends on one. The gradient of the LSE would be lost;

@@ -7,14 +7,15 @@ use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
-use hopper_attention::{Error, bf16, f16};
+use hopper_attention::{BackwardProblem, Error, bf16, f16};
 
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::error::refusal;
-use crate::offsets::Packing;
+use crate::error::{missing, refusal};
+use crate::offsets::{Packing, is_packed};
 use crate::problem::{Options, dims};
+use crate::sinks::Sinks;
 
 /// The forward pass of one call.
 pub struct Attention {
@@ -22,13 +23,20 @@ pub struct Attention {
     wants_lse: bool,
     /// The offsets of packed sequences.
     packing: Option<Packing>,
+    /// The sinks. The second tensor of the operation is then their knot, in the place of K.
+    sinks: Option<Sinks>,
     /// The LSE, once the forward pass has run. candle has no place for it beside the output.
     lse: OnceLock<Tensor>,
 }
 
 impl Attention {
     pub fn new(options: &Options, wants_lse: bool, packing: Option<Packing>) -> Self {
-        Self { options: options.clone(), wants_lse, packing, lse: OnceLock::new() }
+        Self { options: options.clone(), wants_lse, packing, sinks: None, lse: OnceLock::new() }
+    }
+
+    /// With sinks, whose knot then stands in the place of K.
+    pub fn with_sinks(self, sinks: Sinks) -> Self {
+        Self { sinks: Some(sinks), ..self }
     }
 
     /// The LSE, after a forward pass that wanted it.
@@ -39,9 +47,29 @@ impl Attention {
     fn keep(&self, lse: Option<Storage>, shape: [usize; 3]) {
         if let Some(lse) = lse {
             // An operation runs once. If it ran again, for the same tensors, it would have the same LSE.
-            let _ = self.lse.set(tensor(lse, dims(&shape, self.packing.is_some())));
+            let _ = self.lse.set(tensor(lse, dims(&shape, is_packed(self.packing.as_ref())[0])));
         }
     }
+}
+
+/// Computes an expression with a tensor's memory of one kind, `Cpu` or `Cuda`, and its layout: `None` without the tensor. The
+/// memory is locked meanwhile.
+macro_rules! with_memory {
+    ($tensor:expr, $kind:ident, $given:ident => $body:expr) => {
+        match $tensor.map(Tensor::storage_and_layout) {
+            None => {
+                let $given = None;
+                $body
+            }
+            Some((storage, layout)) => match &*storage {
+                Storage::$kind(memory) => {
+                    let $given = Some((memory, layout));
+                    $body
+                }
+                _ => Err(elsewhere()),
+            },
+        }
+    };
 }
 
 /// Calls a function for the type of the elements. The problem has refused other types.
@@ -69,11 +97,19 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (qkv, packing) = ([(q, of_q), (k, of_k), (v, of_v)], self.packing.as_ref());
-        let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], self.wants_lse, packing)?;
-        let (o, lse) = by_type!(q.dtype(), cpu::forward(&problem, packing, qkv))?;
-        self.keep(lse.map(Storage::Cpu), problem.lse_shape());
-        Ok((o, dims(&problem.o_shape(), packing.is_some()).into()))
+        let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
+        with_memory!(sinks.map(|sinks| &sinks.k), Cpu, held => {
+            let (k, of_k) = held.unwrap_or((k, of_k));
+            let logits = sinks.map(|sinks| &sinks.logits);
+            let of_sinks = logits.map(Tensor::dtype);
+            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], of_sinks, self.wants_lse, packing)?;
+            let qkv = [(q, of_q), (k, of_k), (v, of_v)];
+            let (o, lse) = with_memory!(logits, Cpu, logits => {
+                by_type!(q.dtype(), cpu::forward(&problem, packing, qkv, logits))
+            })?;
+            self.keep(lse.map(Storage::Cpu), problem.lse_shape());
+            Ok((o, dims(&problem.o_shape(), is_packed(packing)[0]).into()))
+        })
     }
 
     #[cfg(feature = "cuda")]
@@ -86,11 +122,19 @@ impl CustomOp3 for Attention {
         v: &CudaStorage,
         of_v: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let (qkv, packing) = ([(q, of_q), (k, of_k), (v, of_v)], self.packing.as_ref());
-        let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], self.wants_lse, packing)?;
-        let (o, lse) = by_type!(q.dtype(), cuda::forward(&problem, packing, qkv))?;
-        self.keep(lse.map(Storage::Cuda), problem.lse_shape());
-        Ok((o, dims(&problem.o_shape(), packing.is_some()).into()))
+        let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
+        with_memory!(sinks.map(|sinks| &sinks.k), Cuda, held => {
+            let (k, of_k) = held.unwrap_or((k, of_k));
+            let logits = sinks.map(|sinks| &sinks.logits);
+            let of_sinks = logits.map(Tensor::dtype);
+            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], of_sinks, self.wants_lse, packing)?;
+            let qkv = [(q, of_q), (k, of_k), (v, of_v)];
+            let (o, lse) = with_memory!(logits, Cuda, logits => {
+                by_type!(q.dtype(), cuda::forward(&problem, packing, qkv, logits))
+            })?;
+            self.keep(lse.map(Storage::Cuda), problem.lse_shape());
+            Ok((o, dims(&problem.o_shape(), is_packed(packing)[0]).into()))
+        })
     }
 
     fn bwd(
@@ -110,12 +154,18 @@ impl CustomOp3 for Attention {
         }
         let lse = self.lse.get().ok_or_else(|| missing("lse"))?;
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
-        let packing = self.packing.as_ref();
-        let gradients = Gradients { options: &self.options, packing, o, lse, d_o: &d_o, rest: OnceLock::new() };
+        let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
+        let gradients = Gradients { options: &self.options, packing, sinks, o, lse, d_o: &d_o, rest: OnceLock::new() };
         // As an operation on Q, K and V, which may share their memory: candle then locks it once for all of them.
-        let d_q = q.apply_op3_no_bwd(k, v, &gradients)?;
-        let [d_k, d_v] = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
-        Ok((Some(d_q), Some(d_k), Some(d_v)))
+        let d_q = q.apply_op3_no_bwd(sinks.map_or(k, |sinks| &sinks.k), v, &gradients)?;
+        let Rest { d_k, d_v, d_sinks } = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
+        let second = match sinks {
+            None => Some(d_k),
+            // Neither K nor the sinks want a gradient.
+            Some(_) if !k.track_op() => None,
+            Some(sinks) => Some(sinks.leave(k, d_k, d_sinks)?),
+        };
+        Ok((Some(d_q), second, Some(d_v)))
     }
 }
 
@@ -123,17 +173,36 @@ impl CustomOp3 for Attention {
 struct Gradients<'a> {
     options: &'a Options,
     packing: Option<&'a Packing>,
+    sinks: Option<&'a Sinks>,
     o: &'a Tensor,
     lse: &'a Tensor,
     d_o: &'a Tensor,
-    /// dK and dV, once it has run.
-    rest: OnceLock<[Tensor; 2]>,
+    /// The other gradients, once it has run.
+    rest: OnceLock<Rest>,
+}
+
+/// The gradients beside dQ.
+struct Rest {
+    d_k: Tensor,
+    d_v: Tensor,
+    /// In f32.
+    d_sinks: Option<Tensor>,
 }
 
 impl Gradients<'_> {
-    fn keep(&self, rest: [(Storage, [usize; 4]); 2]) {
+    fn problem(&self, dtype: DType, qkv: [&Layout; 3]) -> Result<BackwardProblem> {
+        let of_sinks = self.sinks.map(|sinks| sinks.logits.dtype());
+        let wants_d_sinks = self.sinks.is_some_and(|sinks| sinks.has_gradient);
+        self.options.backward(dtype, qkv, of_sinks, wants_d_sinks, self.packing)
+    }
+
+    fn keep(&self, problem: &BackwardProblem, [d_k, d_v]: [Storage; 2], d_sinks: Option<Storage>) {
+        let [_, is_packed] = is_packed(self.packing);
+        let d_k = tensor(d_k, dims(&problem.d_k_shape(), is_packed));
+        let d_v = tensor(d_v, dims(&problem.d_v_shape(), is_packed));
+        let d_sinks = d_sinks.map(|d_sinks| tensor(d_sinks, &[problem.dims().heads_q]));
         // It runs once.
-        let _ = self.rest.set(rest.map(|(storage, shape)| tensor(storage, dims(&shape, self.packing.is_some()))));
+        let _ = self.rest.set(Rest { d_k, d_v, d_sinks });
     }
 }
 
@@ -151,16 +220,19 @@ impl CustomOp3 for Gradients<'_> {
         v: &CpuStorage,
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let problem = self.options.backward(q.dtype(), [of_q, of_k, of_v], self.packing)?;
+        let problem = self.problem(q.dtype(), [of_q, of_k, of_v])?;
         let (o, lse, d_o) = (self.o.storage_and_layout(), self.lse.storage_and_layout(), self.d_o.storage_and_layout());
         let (Storage::Cpu(o_memory), Storage::Cpu(lse), Storage::Cpu(d_o_memory)) = (&*o.0, &*lse.0, &*d_o.0) else {
-            return Err(elsewhere("cpu"));
+            return Err(elsewhere());
         };
         let qkv = [(q, of_q), (k, of_k), (v, of_v)];
         let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
-        let [d_q, d_k, d_v] = by_type!(q.dtype(), cpu::backward(&problem, self.packing, qkv, o, lse, d_o))?;
-        self.keep([(Storage::Cpu(d_k), problem.d_k_shape()), (Storage::Cpu(d_v), problem.d_v_shape())]);
-        Ok((d_q, dims(&problem.d_q_shape(), self.packing.is_some()).into()))
+        let logits = self.sinks.map(|sinks| &sinks.logits);
+        let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cpu, logits => {
+            by_type!(q.dtype(), cpu::backward(&problem, self.packing, qkv, logits, o, lse, d_o))
+        })?;
+        self.keep(&problem, [d_k, d_v].map(Storage::Cpu), d_sinks.map(Storage::Cpu));
+        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.packing)[0]).into()))
     }
 
     #[cfg(feature = "cuda")]
@@ -173,16 +245,19 @@ impl CustomOp3 for Gradients<'_> {
         v: &CudaStorage,
         of_v: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let problem = self.options.backward(q.dtype(), [of_q, of_k, of_v], self.packing)?;
+        let problem = self.problem(q.dtype(), [of_q, of_k, of_v])?;
         let (o, lse, d_o) = (self.o.storage_and_layout(), self.lse.storage_and_layout(), self.d_o.storage_and_layout());
         let (Storage::Cuda(o_memory), Storage::Cuda(lse), Storage::Cuda(d_o_memory)) = (&*o.0, &*lse.0, &*d_o.0) else {
-            return Err(elsewhere("a GPU"));
+            return Err(elsewhere());
         };
         let qkv = [(q, of_q), (k, of_k), (v, of_v)];
         let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
-        let [d_q, d_k, d_v] = by_type!(q.dtype(), cuda::backward(&problem, self.packing, qkv, o, lse, d_o))?;
-        self.keep([(Storage::Cuda(d_k), problem.d_k_shape()), (Storage::Cuda(d_v), problem.d_v_shape())]);
-        Ok((d_q, dims(&problem.d_q_shape(), self.packing.is_some()).into()))
+        let logits = self.sinks.map(|sinks| &sinks.logits);
+        let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cuda, logits => {
+            by_type!(q.dtype(), cuda::backward(&problem, self.packing, qkv, logits, o, lse, d_o))
+        })?;
+        self.keep(&problem, [d_k, d_v].map(Storage::Cuda), d_sinks.map(Storage::Cuda));
+        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.packing)[0]).into()))
     }
 }
 
@@ -191,16 +266,8 @@ fn tensor(storage: Storage, shape: &[usize]) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
-/// The error for what a pass has not left. No pass of this crate does so.
-fn missing(what: &'static str) -> candle_core::Error {
-    let (got, allowed) = ("missing".into(), "gradients after a forward pass that kept the LSE".into());
-    refusal(Error::Value { what, got, allowed })
-}
-
-fn elsewhere(allowed: &str) -> candle_core::Error {
-    refusal(Error::Device {
-        what: "o, lse and d_o",
-        got: "another device".into(),
-        allowed: format!("{allowed}, as q, k and v"),
-    })
+/// The error for tensors of one call on several devices. candle has compared those of Q, K and V.
+fn elsewhere() -> candle_core::Error {
+    let (got, allowed) = ("another device".into(), "the device of q, k and v".into());
+    refusal(Error::Device { what: "o, lse, d_o and sinks", got, allowed })
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Layout, Result};
 use hopper_attention::{Arch, BackwardProblem, Dims, Error, ForwardProblem, Mask};
 
 use crate::error::refusal;
-use crate::offsets::Packing;
+use crate::offsets::{Packing, is_packed};
 
 /// What attention computes, beside its tensors.
 ///
@@ -64,13 +64,15 @@ impl Options {
         Self { max_seqlens: [Some(queries), Some(keys)], ..self }
     }
 
-    /// The forward problem of tensors with these layouts. With a packing they have no dimension `batch`.
+    /// The forward problem of tensors with these layouts, and of sinks of the type `sinks`. A packed tensor has no dimension
+    /// `batch`.
     ///
     /// Rows that belong to no sequence are filled, so that every output is written in full.
     pub(crate) fn forward(
         &self,
         dtype: DType,
         [q, k, v]: [&Layout; 3],
+        sinks: Option<DType>,
         lse: bool,
         packing: Option<&Packing>,
     ) -> Result<ForwardProblem> {
@@ -83,9 +85,11 @@ impl Options {
                 return Err(refusal(Error::Value { what: "q, k and v", got, allowed }));
             }
         };
-        let sizes = |name, layout| sizes(name, layout, packing.map(|packing| packing.q.sequences()));
-        let ([batch, seqlen_q, heads_q, head_dim], [_, seqlen_kv, heads_kv, _]) = (sizes("q", q)?, sizes("k", k)?);
-        let [.., head_dim_vo] = sizes("v", v)?;
+        let [q_is_packed, _] = is_packed(packing);
+        let sequences = packing.map(Packing::sequences);
+        let [batch, seqlen_q, heads_q, head_dim] = sizes("q", q, sequences.filter(|_| q_is_packed))?;
+        let [_, seqlen_kv, heads_kv, _] = sizes("k", k, sequences)?;
+        let [.., head_dim_vo] = sizes("v", v, sequences)?;
         let dims = Dims::new(batch, seqlen_q, heads_q, head_dim)
             .with_seqlen_kv(seqlen_kv)
             .with_heads_kv(heads_kv)
@@ -98,8 +102,17 @@ impl Options {
             problem = problem.arch(arch);
         }
         if packing.is_some() {
-            problem = problem.packed(true).fill_gaps(true);
+            problem = problem.packed_q(q_is_packed).used_q(!q_is_packed).packed_kv(true).fill_gaps(true);
         }
+        problem = match sinks {
+            None => problem,
+            Some(DType::F32) => problem.sinks(hopper_attention::DType::F32),
+            Some(DType::BF16) => problem.sinks(hopper_attention::DType::BF16),
+            Some(other) => {
+                let (got, allowed) = (format!("dtype {other:?}").to_lowercase(), "f32, bf16".into());
+                return Err(refusal(Error::Value { what: "sinks", got, allowed }));
+            }
+        };
         let [queries, keys] = self.max_seqlens;
         if let Some(queries) = queries {
             problem = problem.max_seqlen_q(queries);
@@ -110,15 +123,18 @@ impl Options {
         problem.build().map_err(refusal)
     }
 
-    /// The gradients of that problem.
+    /// The gradients of that problem, and of its sinks if they are wanted.
     pub(crate) fn backward(
         &self,
         dtype: DType,
         qkv: [&Layout; 3],
+        sinks: Option<DType>,
+        wants_d_sinks: bool,
         packing: Option<&Packing>,
     ) -> Result<BackwardProblem> {
-        let forward = self.forward(dtype, qkv, true, packing)?;
-        BackwardProblem::builder(&forward).deterministic(self.deterministic).build().map_err(refusal)
+        let forward = self.forward(dtype, qkv, sinks, true, packing)?;
+        let options = BackwardProblem::builder(&forward).deterministic(self.deterministic);
+        options.d_sinks(wants_d_sinks).build().map_err(refusal)
     }
 }
 

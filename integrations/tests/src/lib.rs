@@ -6,6 +6,7 @@ pub mod gradients;
 pub mod language;
 pub mod minilm;
 pub mod own;
+pub mod sinks;
 pub mod varlen;
 
 use candle_core::{DType, Result, Tensor};

@@ -9,13 +9,37 @@ use hopper_attention_candle::Mask;
 /// # Errors
 /// Shapes do not fit.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
+    attention_with_sinks(q, k, v, None, mask, scale)
+}
+
+/// As [`attention`], with a key more that has no value: the logit of each query head, `[heads]`.
+///
+/// # Errors
+/// Shapes do not fit.
+pub fn attention_with_sinks(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sinks: Option<&Tensor>,
+    mask: Mask,
+    scale: f64,
+) -> Result<Tensor> {
     let group = q.dim(2)? / k.dim(2)?;
     let (k, v) = (repeated(k, group)?, repeated(v, group)?);
     let [q, k, v] = [q, &k, &v].map(|tensor| tensor.transpose(1, 2)?.contiguous());
     let (q, k, v) = (q?, k?, v?);
     let scores = (q.matmul(&k.t()?)? * scale)?;
     let scores = scores.broadcast_add(&bias(mask, q.dim(2)?, k.dim(2)?, q.device())?.to_dtype(q.dtype())?)?;
-    candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?.transpose(1, 2)
+    let weights = match sinks {
+        None => candle_nn::ops::softmax(&scores, D::Minus1)?,
+        Some(sinks) => {
+            let (batch, heads, seqlen_q, seqlen_kv) = scores.dims4()?;
+            let sinks = sinks.to_dtype(scores.dtype())?.reshape((1, heads, 1, 1))?;
+            let scores = Tensor::cat(&[&scores, &sinks.broadcast_as((batch, heads, seqlen_q, 1))?], 3)?;
+            candle_nn::ops::softmax(&scores, D::Minus1)?.narrow(3, 0, seqlen_kv)?.contiguous()?
+        }
+    };
+    weights.matmul(&v)?.transpose(1, 2)
 }
 
 /// Each head of keys or values once for every query head that reads it.

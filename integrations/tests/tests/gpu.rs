@@ -11,7 +11,7 @@ use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, 
 use hopper_attention_integration_tests::gradients;
 use hopper_attention_integration_tests::language::{Setup, train, verdict};
 use hopper_attention_integration_tests::minilm::{self, Encoder, Model, SENTENCES, embedding_of};
-use hopper_attention_integration_tests::{difference, own, say, varlen};
+use hopper_attention_integration_tests::{difference, own, say, sinks, varlen};
 
 /// The GPU. Without one a test is skipped, and fails where `HATTN_REQUIRE_GPU` is set.
 fn gpu() -> Option<Device> {
@@ -54,6 +54,31 @@ fn packed_sequences_are_computed_or_refused() -> Result<()> {
                 Err(error) => {
                     assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
                     say(&format!("refused: {error}"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sinks with their gradient: dense, packed, and padded queries with packed keys. A GPU without kernels for packed sequences
+/// refuses them by name.
+#[test]
+fn sinks_are_computed_with_their_gradient() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    // Sums over all rows: their rounding errors may be larger than those of O.
+    for (dtype, bound) in [(DType::BF16, 4e-2), (DType::F16, 8e-3)] {
+        for of_sinks in [DType::F32, DType::BF16] {
+            for mask in [Mask::Full, Mask::causal(), Mask::window(Some(3), Some(0))] {
+                for kind in [sinks::Kind::Dense, sinks::Kind::Packed, sinks::Kind::PaddedQ] {
+                    match sinks::run(&device, dtype, of_sinks, mask, kind) {
+                        Ok(worst) => assert!(worst <= bound, "{kind:?} {dtype:?} {of_sinks:?} {mask:?}: {worst}"),
+                        Err(error) => {
+                            assert!(kind != sinks::Kind::Dense, "{error}");
+                            assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+                            say(&format!("refused: {error}"));
+                        }
+                    }
                 }
             }
         }

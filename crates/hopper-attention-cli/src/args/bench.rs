@@ -190,13 +190,13 @@ pub enum HarnessArg {
 
 #[derive(Debug, Args)]
 pub struct PlotArgs {
-    /// A report of `hattn bench`
+    /// A report of `hattn bench`, or a text of few heads such as fa4-backward.txt
     #[arg(value_name = "bench.json")]
     pub report: PathBuf,
     /// Folder for the charts [default: the report's]
     #[arg(long, short, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Also write the report's section into this page, between the markers that name the report, or the only ones
+    /// Also write the report's section and charts into this page, between the markers that name the report, or the only ones
     #[arg(long, value_name = "PAGE.md", conflicts_with = "output")]
     pub update: Option<PathBuf>,
 }

@@ -5,12 +5,12 @@ mod harness;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::Arch;
 use hopper_attention_benches::chart::Chart;
 use hopper_attention_benches::compare::Comparison;
 use hopper_attention_benches::{
-    ARCH_VARIABLE, Progress, Report, Role, RunStatus, SM_MARGIN_VARIABLE, chart, csv, host, speed, table, text,
+    ARCH_VARIABLE, Progress, Report, Role, RunStatus, SM_MARGIN_VARIABLE, chart, csv, few, host, speed, table, text,
 };
 
 use crate::args::{BenchArgs, PlotArgs};
@@ -159,9 +159,11 @@ fn judge(report: &Report) -> Result<()> {
 
 /// `hattn plot`. What can be refused is, before the first chart is written.
 pub fn plot(args: &PlotArgs) -> Result<()> {
-    let report = Report::load(&args.report)?;
-    let charts = chart::charts(&report)?;
-    let update = args.update.as_deref().map(|path| Update::new(path, &report, &args.report)).transpose()?;
+    // A text of few heads has charts alone.
+    let report = if few::is_text(&args.report) { None } else { Some(Report::load(&args.report)?) };
+    let charts = few::charts_of(&args.report)?;
+    let update = |path| Update::new(path, report.as_ref(), &charts, &args.report);
+    let update = args.update.as_deref().map(update).transpose()?;
     let own = args.report.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folder = args.output.as_deref().unwrap_or(own);
     let _made = MadeFolder::new(folder)?;
@@ -179,11 +181,19 @@ struct Update<'a> {
 }
 
 impl<'a> Update<'a> {
-    fn new(path: &'a Path, report: &Report, record: &Path) -> Result<Self> {
+    fn new(path: &'a Path, report: Option<&Report>, charts: &[Chart], record: &Path) -> Result<Self> {
         let update = || {
             let old = text::read(path)?;
             let (record, page) = from_common_folder(record, path)?;
-            let new = speed::update(&old, report, &record, &page)?;
+            let (shown, galleries) = speed::update_galleries(&old, charts, &record, &page)?;
+            // A record that has charts on the page need not have a section of it.
+            let new = match report {
+                Some(report) if galleries == 0 || speed::records(&shown)?.contains(&record.as_str()) => {
+                    speed::update(&shown, report, &record, &page)?
+                }
+                None if galleries == 0 => bail!("the page has no charts of {record}"),
+                _ => shown,
+            };
             let new = (new != old).then(|| Ok::<_, anyhow::Error>((new, AtomicFile::create(path)?)));
             Ok::<_, anyhow::Error>(Self { path, new: new.transpose()? })
         };

@@ -62,6 +62,8 @@ pub struct RowScale {
     pub keys: usize,
     /// The size of the sink, times its weight. An error of the sink, as that of a score, has so much of a part in the row.
     pub sink: f64,
+    /// The sum of the weights of the keys, where the largest is 1. The sink has no part in it.
+    pub key_weights: f64,
 }
 
 /// Keys whose scores differ by a unit roundoff divided by this number are rounded alike.
@@ -302,6 +304,7 @@ impl Exact<'_> {
             row_max: soft.max,
             keys: soft.columns.len(),
             sink: soft.sink_size,
+            key_weights: soft.of_keys,
         };
         Row { o, weighted: centred, lost, lse: soft.lse, scale }
     }
@@ -320,6 +323,8 @@ struct Soft {
     lse: f64,
     /// The magnitude of the sink, times its share of the sum. 0 if the sink is not finite.
     sink_size: f64,
+    /// The sum of the weights alone.
+    of_keys: f64,
 }
 
 impl Soft {
@@ -330,7 +335,7 @@ impl Soft {
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if max == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
             let sink_size = if sink.is_finite() { sink.abs() } else { 0.0 };
-            return Self { columns, scores, weights: vec![], max, sum: 0.0, lse: sink, sink_size };
+            return Self { columns, scores, weights: vec![], max, sum: 0.0, lse: sink, sink_size, of_keys: 0.0 };
         }
         let shift = if max == f64::NEG_INFINITY { 0.0 } else { max };
         let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
@@ -341,7 +346,7 @@ impl Soft {
         let (a, b) = (shift + of_keys.ln(), sink);
         let lse = if b > a { b + (a - b).exp().ln_1p() } else { a + (b - a).exp().ln_1p() };
         let sink_size = if sink.is_finite() { sink.abs() * (sink - lse).exp() } else { 0.0 };
-        Self { columns, scores, weights, max, sum, lse, sink_size }
+        Self { columns, scores, weights, max, sum, lse, sink_size, of_keys }
     }
 }
 

@@ -31,3 +31,20 @@ pub(super) fn half_subnormal(dtype: DType) -> f64 {
         DType::BF16 | DType::F32 | DType::I32 => SMALLEST_NORMAL,
     }
 }
+
+/// What a weight of a key stays below in a kernel for these operands, before the division by the row's sum.
+///
+/// A kernel need not make a row's largest weight 1 (`kernels/common/softmax.hpp`): a sum that a lane adds in one block stays
+/// below the limit of the type, and with it every weight. sm90 has 2^32 for bf16 and 2^15 for f16, sm80 2^15 for both, FP8 448. The
+/// CPU, which alone computes f32, has 1.
+pub(super) fn weight_limit(dtype: DType) -> f64 {
+    match dtype {
+        DType::E4M3 => LARGEST_E4M3,
+        DType::BF16 => (1u64 << 32) as f64,
+        DType::F16 => (1 << 15) as f64,
+        DType::F32 | DType::I32 => 1.0,
+    }
+}
+
+/// The largest e4m3 number.
+pub(super) const LARGEST_E4M3: f64 = 448.0;

@@ -20,8 +20,8 @@
 //!   large errors. An easy one is not.
 //! - Both lines bound a maximum. A mean could hide a wrong row among many right ones.
 //! - The line per row keeps a large row from hiding a wrong small one.
-//! - An ulp is at least the smallest normal f32. A GPU may make 0 of smaller numbers, such as those of a row whose sink (or, in
-//!   one element, whose V) leaves next to nothing.
+//! - An ulp is at least the smallest normal f32. A GPU may make 0 of smaller numbers, such as those of an element whose V leaves
+//!   next to nothing. A row with a sink may have an error beside that: see [below](#rows-that-a-sink-leaves-next-to-nothing).
 //!
 //! # The floor
 //!
@@ -42,6 +42,23 @@
 //!   a long run do not get there. The bound is still no more than about an ulp of the output.
 //! - The terms with `s` and 2^-24 are for the errors of scores and of sums in f32. They matter for f32 operands, and for other
 //!   operands with scores in the thousands.
+//!
+//! # Rows that a sink leaves next to nothing
+//!
+//! A kernel multiplies a row's sum of `weight * v` by one factor (`RowEnd` of `kernels/common/sinks.hpp`): `2^(reference - sink)`
+//! over the row's whole sum, and for e4m3 times the descale factor of V. Both are flushed to 0 below 2^-126. The sum itself is then
+//! as large as weights let it be. So a GPU may make 0 of an element of a row with a sink, where
+//!
+//! ```text
+//! |exact| <= 2^-126 * W * (sum w |v| + [e4m3] 448 * sum w)     w: a key's weight, where the row's largest is 1
+//! ```
+//!
+//! - `W` is what weights stay below: 448 for e4m3, 2^15 for f16, 2^32 for bf16.
+//! - The part of e4m3 is for the descale factor: the sum is one of stored values, which are 448 at most.
+//! - `sum w |v|` is taken as the root of the number of keys times the root of `sum (w v)^2`, which is no less.
+//! - At an ordinary V this is about 1e-32 for e4m3 and 1e-27 for bf16: the sink is some 70 nats above all scores.
+//!
+//! Such an element has its own size as an additional error. Above this bound nothing is flushed, and nothing is allowed.
 //!
 //! # e4m3 operands
 //!
@@ -157,10 +174,13 @@ mod tally;
 
 use std::fmt;
 
+use super::oracle::RowScale;
 use super::oracle::forward_told;
 use super::packed::belonging;
 use super::plain::forward_plain_told;
-use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, half_subnormal, unit_roundoff};
+use super::rounding::{
+    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff, weight_limit,
+};
 use super::work::{Told, Work, forward_units};
 use super::{Modifiers, Oracle, Plain, Tensor, place, shape_error};
 use crate::dtype::DType;
@@ -243,6 +263,8 @@ pub struct Expected {
     /// The error of an output near 0, in real values: of rounding to e4m3. Of other types it is half the smallest normal f32: a
     /// GPU may make 0 of smaller numbers.
     output_least: f64,
+    /// What a GPU may make 0 of in rows with a sink.
+    flush: Option<Flush>,
     /// The shape of the LSE.
     shape: [usize; 3],
     judged: Judged,
@@ -339,6 +361,7 @@ impl Expected {
             } else {
                 f64::from(f32::MIN_POSITIVE) / 2.0
             },
+            flush: problem.sinks().map(|_| Flush::of(problem.dtype())),
             shape: problem.lse_shape(),
             oracle: forward_told(problem, lengths, inputs, modifiers, work)?,
             plain: forward_plain_told(problem, lengths, inputs, modifiers, scale_o, work)?,
@@ -388,6 +411,12 @@ impl Expected {
             let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * scale.score + U32 * scale.sink);
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
+            let flushed: Vec<f64> = match &self.flush {
+                Some(flush) => flush.of_row(scale, self.oracle.lse[row], exact, weighted),
+                None => vec![0.0; exact.len()],
+            };
+            let lost = self.oracle.lost.row(batch, query, head).iter().zip(&flushed);
+            let lost: Vec<f64> = lost.map(|(lost, flushed)| lost.abs() + flushed).collect();
             let deviation = |of_p: f64, exact: f64| {
                 let rounding = (self.unit_roundoff * of_p).hypot(self.output_roundoff * exact);
                 ROUNDING * rounding.hypot(self.output_least)
@@ -402,15 +431,9 @@ impl Expected {
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, squares_norm(exact)),
                 alike: alike([self.unit_roundoff * scale.alike, self.output_least * scale.alike], exact, weighted),
-                systematic: systematic(
-                    [SCORES_ALIKE * of_scores, 0.0],
-                    scale.keys,
-                    self.oracle.lost.row(batch, query, head),
-                    exact,
-                    weighted,
-                ),
+                systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, &lost, exact, weighted),
                 floor: FLOOR * floor,
-                ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least),
+                ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least) + largest(&flushed),
             });
         }
         tally.figures()
@@ -448,6 +471,32 @@ impl Expected {
             figures.worst_at = vec![batch, head, query];
         }
         figures
+    }
+}
+
+/// What a GPU may make 0 of in a row that a sink leaves next to nothing (see above).
+#[derive(Clone, Copy, Debug)]
+struct Flush {
+    /// The smallest factor that is not flushed, times what weights stay below.
+    factor: f64,
+    /// What a stored value is at most, in units that a descale factor may make as small as it likes. 0 without such factors.
+    stored: f64,
+}
+
+impl Flush {
+    fn of(dtype: DType) -> Self {
+        let stored = if dtype == DType::E4M3 { LARGEST_E4M3 } else { 0.0 };
+        // No GPU computes f32.
+        let factor = if dtype == DType::F32 { 0.0 } else { SMALLEST_NORMAL * weight_limit(dtype) };
+        Self { factor, stored }
+    }
+
+    /// The error of each element that is flushed: all of it. 0 for those that are too large.
+    fn of_row(&self, scale: &RowScale, lse: f64, exact: &[f64], weighted: &[f64]) -> Vec<f64> {
+        let to_largest = (scale.keys as f64).sqrt() * (lse - scale.row_max).exp();
+        let sum = |weighted: f64| if weighted > 0.0 { weighted * to_largest } else { 0.0 };
+        let limit = |weighted| self.factor * (sum(weighted) + self.stored * scale.key_weights);
+        exact.iter().zip(weighted).map(|(x, &w)| if x.abs() <= limit(w) { x.abs() } else { 0.0 }).collect()
     }
 }
 

@@ -231,6 +231,78 @@ fn a_large_row_does_not_excuse_a_small_one() {
     assert_eq!(report.o.worst_at[..3], [0, 0, 0]);
 }
 
+/// A sink far above all scores: what a GPU flushes passes, up to the bound. A wrong value above it fails, and so does one that is
+/// larger than what it stands for.
+#[test]
+fn a_sink_may_flush_what_it_leaves_next_to_nothing() {
+    for dtype in [DType::E4M3, DType::BF16, DType::F16] {
+        let dims = Dims { batch: 1, seqlen_q: 70, seqlen_kv: 131, ..DIMS };
+        let output = if dtype == DType::F16 { DType::F16 } else { DType::BF16 };
+        let problem = problem(dtype, dims, Mask::Full).to_builder().sinks(DType::F32);
+        let problem = if dtype == DType::E4M3 { problem.output(output) } else { problem }.build().unwrap();
+        let [q, k, v] = inputs(&problem, 5);
+        let judge = |sink: f64| {
+            let sinks = vec![sink; dims.heads_q];
+            let modifiers = Modifiers { sinks: Some(&sinks) };
+            Expected::with(&problem, &Lengths::default(), [&q, &k, &v], modifiers, 1.0, None).unwrap()
+        };
+        // What the kernels do: a factor below 2^-126 is 0, and with it all of the row. The factor is relative to a reference that
+        // makes the largest weight `weight`, and V is stored as `v / descale`.
+        let flushing = |expected: &Expected, sink: f64, weight: f64, descale: f64| {
+            let mut o = expected.plain().o.clone();
+            let mut zeros = 0;
+            for (row, scale) in expected.oracle().scales.iter().enumerate() {
+                let [batch, head, query] = place(expected.shape, row);
+                let factor = (scale.row_max - sink).exp() / weight;
+                if factor < SMALLEST_NORMAL || factor * descale < SMALLEST_NORMAL {
+                    o.row_mut(batch, query, head).fill(0.0);
+                    zeros += 1;
+                }
+            }
+            (o, zeros)
+        };
+        let rows = dims.heads_q * dims.seqlen_q;
+        let most = weight_limit(dtype) * 0.9;
+        let descales: &[f64] = if dtype == DType::E4M3 { &[1.0, 0.01, 30.0] } else { &[1.0] };
+        for &descale in descales {
+            for weight in [0.25, 1.0, 8.0, most] {
+                // From where nothing is flushed to where all is.
+                let edge = 126.0 * std::f64::consts::LN_2 - weight.ln() + f64::min(descale.ln(), 0.0);
+                let mut some = false;
+                for nats in [-6.0, 0.0, 2.0, 4.0, 6.0, 10.0, 30.0, 500.0] {
+                    let expected = judge(edge + nats);
+                    let (o, zeros) = flushing(&expected, edge + nats, weight, descale);
+                    some |= zeros > 0 && zeros < rows;
+                    let report = expected.check(&o, None).unwrap();
+                    assert!(report.passed(), "{dtype} {weight} {descale} {nats}, {zeros} rows are 0: {report}");
+                }
+                assert!(some, "{dtype} {weight}");
+            }
+        }
+        // f16 has no such small numbers as output: all of them are 0 in any case.
+        if dtype == DType::F16 {
+            continue;
+        }
+        // Above the bound zeros fail, whatever the weight. (Of ordinary V, 131 keys: 2^-126 W 131 (|v| + 448).)
+        let bound = SMALLEST_NORMAL * weight_limit(dtype) * 131.0 * if dtype == DType::E4M3 { 460.0 } else { 5.0 };
+        let above = judge(-(8.0 * bound).ln());
+        for (what, factor) in [("0", 0.0), ("half", 0.5), ("a quarter more", 1.25), ("minus", -1.0)] {
+            let mut o = above.plain().o.clone();
+            o.row_mut(0, 3, 1).iter_mut().for_each(|x| *x *= factor);
+            let report = above.check(&o, None).unwrap();
+            assert!(!report.passed() && report.o.worst_at[..3] == [0, 3, 1], "{dtype} {what}: {report}");
+        }
+        // Below it no value may be much larger than what is lost.
+        let below = judge(-(1e-3 * SMALLEST_NORMAL * weight_limit(dtype)).ln());
+        for factor in [6.0, -5.0, 1e6] {
+            let mut o = below.plain().o.clone();
+            o.row_mut(0, 3, 1).iter_mut().for_each(|x| *x *= factor);
+            let report = below.check(&o, None).unwrap();
+            assert!(!report.passed(), "{dtype} {factor}: {report}");
+        }
+    }
+}
+
 #[test]
 fn masked_rows_must_be_exact() {
     let dims = Dims { batch: 1, seqlen_q: 9, seqlen_kv: 4, ..DIMS };

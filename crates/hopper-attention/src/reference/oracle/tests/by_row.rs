@@ -81,6 +81,7 @@ pub(super) fn row(
         row_max,
         keys: keys.len(),
         sink: 0.0,
+        key_weights: weights.iter().sum(),
     };
     Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
 }
