@@ -132,28 +132,16 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        root.fill(&GROUND.light)?;
-        root.draw_text(title, &style(21, INK), (16, 12))?;
         let commit = report.commit.as_ref().map_or_else(String::new, |commit| format!(", commit {commit}"));
         let day = report.date.split('T').next().unwrap_or_default();
         let p = &points[0].point;
         let sizes = format!("{} tokens a batch, {} query heads", p.batch * p.seqlen, p.heads_q);
         // XML has no place for most control characters.
         let about = printable(&format!("{}: {sizes}, {day}{commit}", report.device));
-        root.draw_text(&about, &style(14, FAINT), (16, 38))?;
+        write_titles(&root, title, &about)?;
 
-        let mut chart = ChartBuilder::on(&root)
-            .margin_top(66)
-            .margin_left(8)
-            .margin_bottom(8)
-            .margin_right(NAMES)
-            .x_label_area_size(46)
-            .y_label_area_size(66)
-            .build_cartesian_2d(-0.25..last + 0.25, 0.0..highest * 1.06)?;
-        let length = |x: &f64| {
-            let whole = (x.round() - x).abs() < 1e-6 && *x >= -1e-6;
-            points.get(x.round() as usize).filter(|_| whole).map_or_else(String::new, |p| below(&p.point))
-        };
+        let mut chart = framed(&root).build_cartesian_2d(-0.25..last + 0.25, 0.0..highest * 1.06)?;
+        let length = |x: &f64| place(*x).and_then(|at| points.get(at)).map_or_else(String::new, |p| below(&p.point));
         let decimals = if highest < 1.0 {
             2
         } else if highest < 10.0 {
@@ -236,21 +224,9 @@ pub(crate) fn draw_ratios(
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        root.fill(&GROUND.light)?;
-        root.draw_text(title, &style(21, INK), (16, 12))?;
-        root.draw_text(about, &style(14, FAINT), (16, 38))?;
-        let mut chart = ChartBuilder::on(&root)
-            .margin_top(66)
-            .margin_left(8)
-            .margin_bottom(8)
-            .margin_right(NAMES)
-            .x_label_area_size(46)
-            .y_label_area_size(66)
-            .build_cartesian_2d(-0.25..last + 0.25, (lowest - 0.05)..(highest + 0.05))?;
-        let place = |x: &f64| {
-            let whole = (x.round() - x).abs() < 1e-6 && *x >= -1e-6;
-            places.get(x.round() as usize).filter(|_| whole).cloned().unwrap_or_default()
-        };
+        write_titles(&root, title, about)?;
+        let mut chart = framed(&root).build_cartesian_2d(-0.25..last + 0.25, (lowest - 0.05)..(highest + 0.05))?;
+        let name = |x: &f64| place(*x).and_then(|at| places.get(at)).cloned().unwrap_or_default();
         chart
             .configure_mesh()
             .disable_x_mesh()
@@ -258,7 +234,7 @@ pub(crate) fn draw_ratios(
             .bold_line_style(GRID.light)
             .axis_style(GRID.light)
             .x_labels(places.len())
-            .x_label_formatter(&place)
+            .x_label_formatter(&name)
             .y_label_formatter(&|y| format!("{y:.1}"))
             .label_style(style(16, FAINT))
             .axis_desc_style(style(16, FAINT))
@@ -281,6 +257,29 @@ pub(crate) fn draw_ratios(
         root.present()?;
     }
     Ok(themed(svg, &lines, title))
+}
+
+type Root<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+
+/// The ground of a chart, its title, and what it is about.
+fn write_titles(root: &Root<'_>, title: &str, about: &str) -> Result<(), Box<dyn std::error::Error>> {
+    root.fill(&GROUND.light)?;
+    root.draw_text(title, &style(21, INK), (16, 12))?;
+    root.draw_text(about, &style(14, FAINT), (16, 38))?;
+    Ok(())
+}
+
+/// A chart below its titles, with room for labels and for the names of lines.
+fn framed<'a, 'b>(root: &'a Root<'b>) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
+    let mut builder = ChartBuilder::on(root);
+    builder.margin_top(66).margin_left(8).margin_bottom(8).margin_right(NAMES);
+    builder.x_label_area_size(46).y_label_area_size(66);
+    builder
+}
+
+/// The number of a place on the x axis. `None` between places.
+fn place(x: f64) -> Option<usize> {
+    ((x.round() - x).abs() < 1e-6 && x >= -1e-6).then_some(x.round() as usize)
 }
 
 fn style(size: u32, paint: Paint) -> TextStyle<'static> {

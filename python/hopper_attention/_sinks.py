@@ -14,12 +14,11 @@ from ._plans import Window
 from ._torch import (
     _autocast,
     _backward_numbers,
-    _below,
     _check,
     _empty,
-    _in_words,
     _library,
     _numbers_of,
+    call,
     check_gradients,
     is_recorded,
 )
@@ -54,18 +53,10 @@ def attention_sinks(
     q, k, v = _autocast(q, k, v)
     numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
     sinks = operand(s_aux, q.device)
-    recorded, compiling = is_recorded(q, k, v, sinks), torch.compiler.is_compiling()
-    if recorded and not compiling:
+    recorded = is_recorded(q, k, v, sinks)
+    if recorded and not torch.compiler.is_compiling():
         check_gradients(q, k, v, numbers)
-    try:
-        if recorded or compiling:
-            o, lse = _forward_op(q, k, v, sinks, *numbers)
-        else:
-            # Below autograd, where register_autograd's Python would run for nothing.
-            with _below():
-                o, lse = _forward_op(q, k, v, sinks, *numbers)
-    except RuntimeError as error:
-        raise _in_words(error) from None
+    o, lse = call(_forward_op, recorded, q, k, v, sinks, *numbers)
     return (o, lse) if return_lse else o
 
 

@@ -214,6 +214,17 @@ class _Recorded(torch.autograd.Function):
             return *_backward_op(d_o, d_lse, q, k, v, o, lse, *numbers), None
 
 
+def call(operator: Any, recorded: bool, *arguments: Any) -> Any:
+    """Calls an operator; below autograd where nothing is recorded, as register_autograd's Python would run for nothing."""
+    try:
+        if recorded or torch.compiler.is_compiling():
+            return operator(*arguments)
+        with _below():
+            return operator(*arguments)
+    except RuntimeError as error:
+        raise _in_words(error) from None
+
+
 def _in_words(error: Exception) -> Exception:
     """An error of the compiled operators as HattnError. They put the status's name at the end of the text."""
     if isinstance(error, abi.HattnError) or not isinstance(error, RuntimeError):

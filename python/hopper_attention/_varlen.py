@@ -18,14 +18,13 @@ from ._sinks import operand
 from ._torch import (
     DTYPES,
     _autocast,
-    _below,
     _check,
     _check_operand,
-    _in_words,
     _key,
     _library,
     _NUMBERS,
     _numbers_of,
+    call,
     described,
     is_jagged,
     is_recorded,
@@ -86,17 +85,9 @@ def _modified(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool)
 
 def _call(operator: Any, recorded: bool, tensors: tuple, rest: tuple) -> Any:
     """Calls an operator on q, k, v (and more tensors) and the rest of its arguments."""
-    compiling = torch.compiler.is_compiling()
-    if recorded and tensors[0].is_cuda and not compiling:
+    if recorded and tensors[0].is_cuda and not torch.compiler.is_compiling():
         _Run(rest).check_gradients(*tensors[:3])
-    try:
-        if recorded or compiling:
-            return operator(*tensors, *rest)
-        # Below autograd, where register_autograd's Python would run for nothing.
-        with _below():
-            return operator(*tensors, *rest)
-    except RuntimeError as error:
-        raise _in_words(error) from None
+    return call(operator, recorded, *tensors, *rest)
 
 
 def attention_modified(

@@ -31,6 +31,12 @@ pub fn refusal(error: hopper_attention::Error) -> Error {
     Error::WrappedContext { wrapped: Box::new(Refusal(error)), context: "hopper-attention".into() }.bt()
 }
 
+/// The error for what a pass has not left. No pass of this crate does so.
+pub(crate) fn missing(what: &'static str) -> Error {
+    let (got, allowed) = ("missing".into(), "gradients after a forward pass that kept the LSE".into());
+    refusal(hopper_attention::Error::Value { what, got, allowed })
+}
+
 /// The `hopper_attention::Error` inside a candle error. `None` if there is none inside.
 ///
 /// ```

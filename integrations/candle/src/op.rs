@@ -12,7 +12,7 @@ use hopper_attention::{BackwardProblem, Error, bf16, f16};
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::error::refusal;
+use crate::error::{missing, refusal};
 use crate::offsets::{Packing, is_packed};
 use crate::problem::{Options, dims};
 use crate::sinks::Sinks;
@@ -264,12 +264,6 @@ impl CustomOp3 for Gradients<'_> {
 /// A tensor without gaps that is no part of a graph.
 fn tensor(storage: Storage, shape: &[usize]) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
-}
-
-/// The error for what a pass has not left. No pass of this crate does so.
-pub fn missing(what: &'static str) -> candle_core::Error {
-    let (got, allowed) = ("missing".into(), "gradients after a forward pass that kept the LSE".into());
-    refusal(Error::Value { what, got, allowed })
 }
 
 /// The error for tensors of one call on several devices. candle has compared those of Q, K and V.

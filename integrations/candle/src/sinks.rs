@@ -20,8 +20,7 @@ use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use hopper_attention::Error;
 
-use crate::error::refusal;
-use crate::op::missing;
+use crate::error::{missing, refusal};
 
 /// What an attention with sinks holds beside its place in the graph.
 pub struct Sinks {

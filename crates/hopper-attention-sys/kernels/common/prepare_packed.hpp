@@ -40,47 +40,25 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
                          static_cast<int>(gridDim.x * blockDim.x));
   }
 
-  // An item is a block of queries of one head. From the last to the first, which the backward kernel begins with: its
-  // dO is then still in the second-level cache. The sequence of the next item is asked for while an item's rows are on
-  // their way, and the place of its record an item before that.
   std::int64_t const items = std::int64_t{blocks} * params.heads_q;
-  auto const place_of = [&](std::int64_t item) { return item >= 0 ? list[item / params.heads_q] : 0; };
-  std::int64_t item = items - 1 - blockIdx.x;
-  if (item < 0) {
-    return;
-  }
-  Sequence next = table.records()[place_of(item)];
-  int place_of_next = place_of(item - gridDim.x);
-  for (; item >= 0; item -= gridDim.x) {
-    Sequence const sequence = next;
-    next = table.records()[place_of_next];
-    place_of_next = place_of(item - 2 * std::int64_t{gridDim.x});
+  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int const entry = static_cast<int>(item / params.heads_q);
     int const head = static_cast<int>(item - std::int64_t{entry} * params.heads_q);
+    Sequence const sequence = table.records()[list[entry]];
     int const m_block = entry - sequence.first_block;
     auto const row_of = [&](TensorDesc const& tensor, int query) {
       return tensor.address + 2 * (sequence.index * tensor.stride_batch + head * tensor.stride_head +
                                    (sequence.q_begin + query) * tensor.stride_row + lane * 8);
     };
     // Everything that is read is asked for before any of it is used.
-    auto const number_of = [&](TensorDesc const& tensor, int query) {
-      return reinterpret_cast<float const*>(
-          tensor.address)[sequence.index * tensor.stride_batch + head * tensor.stride_head + sequence.q_begin + query];
-    };
     uint4 o[kPasses] = {};
     uint4 d_o[kPasses] = {};
-    float lse[kPasses] = {};
-    float d_lse[kPasses] = {};
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
       int const query = m_block * kTileM + own + i * kRows;
       if (query < sequence.q_len && lane * 8 < params.head_dim_vo) {
         o[i] = __ldcs(reinterpret_cast<uint4 const*>(row_of(params.o, query)));
         d_o[i] = __ldg(reinterpret_cast<uint4 const*>(row_of(params.d_o, query)));
-      }
-      if (query < sequence.q_len && lane == 0) {
-        lse[i] = number_of(params.lse, query);
-        d_lse[i] = params.d_lse.address == 0 ? 0.0F : number_of(params.d_lse, query);
       }
     }
     CUTE_UNROLL
@@ -98,10 +76,15 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
         delta += __shfl_xor_sync(0xffffffffU, delta, step);
       }
       if (lane == 0 && query < sequence.q_len) {
+        auto const number = [&](TensorDesc const& tensor) {
+          return reinterpret_cast<float const*>(tensor.address)[sequence.index * tensor.stride_batch +
+                                                                head * tensor.stride_head + sequence.q_begin + query];
+        };
+        float const d_lse = params.d_lse.address == 0 ? 0.0F : number(params.d_lse);
         std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
                                 std::int64_t{sequence.index} * statistics_rows_apart(params) + query;
         reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] =
-            Traits::Statistics::of(lse[i], d_lse[i], delta, params.softmax_scale, params.softcap != 0.0F);
+            Traits::Statistics::of(number(params.lse), d_lse, delta, params.softmax_scale, params.softcap != 0.0F);
       }
     }
 

@@ -480,8 +480,8 @@ impl BackwardPlan {
     /// - On a GPU: for each query `4 * head_dim_qk` of the kernel, and 16 more (sm80: 8), with `seqlen_q` rounded up to whole
     ///   blocks of `tile_m` queries; 4 for each such block; and 256 for a counter. On Hopper also 32 for each share of a tile of
     ///   `tile_n` keys. Where tiles have shares that are not a cluster's (the printed plan says so), also
-    ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each of these tiles, times the shares in a deterministic pass. These are no more than
-    ///   256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
+    ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each of these tiles, times the shares in a deterministic pass. These are
+    ///   no more than 256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
     /// - On a GPU with packed sequences or used lengths: 16 for each query, 64 for each tile of keys that all sequences can have,
     ///   the table of sequences, and `4 * head_dim_qk` for each query of blocks of sequences with more keys than a tile.
     pub fn workspace_bytes(&self) -> usize {

@@ -46,7 +46,15 @@ impl Tensor {
     /// `descale` gives the factor of the row `[batch, token, head]`.
     #[must_use]
     pub fn descaled(&self, descale: impl Fn([usize; 3]) -> f32) -> Self {
-        Self::from_fn(self.shape, |[b, s, h, d]| self.row(b, s, h)[d] * f64::from(descale([b, s, h])))
+        let mut real = self.clone();
+        let [batch, seqlen, heads, _] = self.shape;
+        for i in 0..batch * seqlen * heads {
+            let [b, s, h] = [i / heads / seqlen, i / heads % seqlen, i % heads];
+            // Once for a row: the caller may look for the row's sequence.
+            let factor = f64::from(descale([b, s, h]));
+            real.row_mut(b, s, h).iter_mut().for_each(|x| *x *= factor);
+        }
+        real
     }
 
     /// The shape `[batch, seqlen, heads, head_dim]`.
