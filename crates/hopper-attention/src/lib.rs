@@ -205,6 +205,7 @@
 
 // No two modules use each other, directly or through others (tests/tests/dependencies.rs).
 mod arch;
+mod blocks;
 mod cpu;
 mod device;
 mod dtype;
@@ -230,6 +231,7 @@ mod workspace;
 pub use cudarc;
 
 pub use arch::{Arch, ComputeCapability, DeviceFacts, DeviceInfo, MaskClass, Pass};
+pub use blocks::BlockLists;
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;
 pub use device::{Device, Stream};
@@ -240,7 +242,8 @@ pub use mask::{Band, Corner, Mask};
 pub use operand::{Access, Operand, Operands, Presence, Slot};
 pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
-    BackwardProblem, BackwardProblemBuilder, Dims, ForwardProblem, ForwardProblemBuilder, Quantizer, QuantizerBuilder,
+    BackwardProblem, BackwardProblemBuilder, BlockMask, Dims, ForwardProblem, ForwardProblemBuilder, MASK_BLOCK,
+    MASK_BLOCK_WORDS, Quantizer, QuantizerBuilder,
 };
 pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};
 pub use scaling::{SCALE_BLOCK, Scaling};

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// The most operands that a problem may have.
-pub(crate) const MAX_OPERANDS: usize = 40;
+pub(crate) const MAX_OPERANDS: usize = 48;
 /// The most dimensions that an operand may have.
 pub(crate) const MAX_RANK: usize = 4;
 
@@ -114,6 +114,16 @@ slots! {
     Sinks => "sinks", "[heads]";
     /// The gradient of the attention sinks.
     DSinks => "d_sinks", "[heads]";
+    /// The number of partial blocks of each block of queries: see [`BlockMask`](crate::BlockMask).
+    MaskBlockCnt => "mask_block_cnt", "[batch, heads, blocks of queries]";
+    /// The partial blocks of each block of queries, as indices of blocks of keys.
+    MaskBlockIdx => "mask_block_idx", "[batch, heads, blocks of queries, blocks of keys]";
+    /// The number of full blocks of each block of queries.
+    FullBlockCnt => "full_block_cnt", "[batch, heads, blocks of queries]";
+    /// The full blocks of each block of queries, as indices of blocks of keys.
+    FullBlockIdx => "full_block_idx", "[batch, heads, blocks of queries, blocks of keys]";
+    /// The bits of the pairs of all partial blocks.
+    MaskBits => "mask_bits", "[batch, heads, blocks of queries, words]";
     /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
 }

@@ -10,6 +10,7 @@
 use std::ops::Range;
 
 use super::block::{self, Block, Keys};
+use super::listed::{self, ListInputs, Listed};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
 use super::sequences::{Sequence, Sequences};
@@ -33,6 +34,7 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub d_lse: Option<HostRef<'a, f32, 3>>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub lists: Option<ListInputs<'a>>,
 }
 
 /// The tensors that a backward pass writes, in host memory.
@@ -47,15 +49,18 @@ pub(crate) struct BackwardOutputs<'a, T> {
 ///
 /// # Errors
 /// Before an output is written:
-/// - [`Error::Value`](crate::Error::Value) for offsets and used lengths that are wrong.
+/// - [`Error::Value`](crate::Error::Value) for offsets, used lengths and lists of blocks that are wrong.
 /// - [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads).
 pub(crate) fn backward<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     mut outputs: BackwardOutputs<'_, T>,
 ) -> Result<()> {
-    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
+    let (dims, walked) = (problem.dims(), listed::walked(problem.forward(), WALKED));
+    let blocks = Blocks::of(dims, walked);
     let sequences = Sequences::new(problem.forward(), &inputs.lengths)?;
+    let listed = Listed::new(problem.forward(), inputs.lists.as_ref())?;
+    let listed = listed.as_ref();
     let queries = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let keys = Tasks::new(&sequences, Side::Kv, dims.heads_kv, blocks.tokens)?;
     let mut team = Team::new(queries.count().max(keys.count()), || Scratch::new(dims, blocks))?;
@@ -65,7 +70,7 @@ pub(crate) fn backward<T: Float>(
 
     delta.resize(layout.span(), 0.0);
     let mut of_rows = HostMut::of(&mut delta, layout);
-    let compute = |scratch: &mut Scratch<T>, task: &Task| of_queries(problem, inputs, blocks, task, scratch);
+    let compute = |scratch: &mut Scratch<T>, task: &Task| of_queries(problem, inputs, listed, blocks, task, scratch);
     team.each(&queries, compute, |task, scratch| {
         outputs.d_q.store(task, &scratch.of_tokens);
         of_rows.store_part(task, &scratch.delta);
@@ -75,7 +80,9 @@ pub(crate) fn backward<T: Float>(
     if let Some(d_sinks) = &mut outputs.d_sinks {
         sinks::gradients(&inputs.sinks, &sequences, &inputs.lse, &delta, d_sinks);
     }
-    let compute = |scratch: &mut Scratch<T>, task: &Task| of_keys(problem, inputs, blocks, &delta, task, scratch);
+    let compute = |scratch: &mut Scratch<T>, task: &Task| {
+        of_keys(problem, inputs, listed, blocks, &delta, task, scratch);
+    };
     team.each(&keys, compute, |task, scratch| {
         outputs.d_k.store(task, &scratch.of_tokens);
         outputs.d_v.store(task, &scratch.of_values);
@@ -169,6 +176,7 @@ fn rows_of(
 fn of_queries<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
+    listed: Option<&Listed<'_>>,
     blocks: Blocks,
     task: &Task,
     scratch: &mut Scratch<T>,
@@ -192,11 +200,16 @@ fn of_queries<T: Float>(
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
+    let start = block::first_visited(start, blocks.walked, listed.is_some());
     for first in (start..end).step_by(blocks.walked) {
         let keys = first..end.min(first + blocks.walked);
+        let pairs = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first);
+        if pairs.is_none() {
+            continue;
+        }
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
-        let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept);
+        let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs);
         weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
@@ -207,6 +220,7 @@ fn of_queries<T: Float>(
 fn of_keys<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
+    listed: Option<&Listed<'_>>,
     blocks: Blocks,
     delta: &HostRef<'_, f32, 3>,
     task: &Task,
@@ -226,10 +240,15 @@ fn of_keys<T: Float>(
     for head in task.head * group..(task.head + 1) * group {
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
+            let pairs = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start);
+            if pairs.is_none() {
+                continue;
+            }
             let lse = inputs.lse.part(of_queries, head, queries.clone());
             let delta = delta.part(of_queries, head, queries.clone());
             rows_of(problem, &task.sequence, queries.clone(), lse, delta, rows);
             let block = Block::new(rows.iter().map(|row| row.keys), task.tokens.start, task.tokens.len(), kept);
+            let block = block.of_pairs(pairs);
             if block.is_empty() {
                 continue;
             }
@@ -263,7 +282,7 @@ fn weights(
         matmul(scale, Matrix::new(a, queries, dim), Matrix::new(b, keys, dim).transposed(), 0.0, out);
     }
     let pairs = p.chunks_exact_mut(keys).zip(d_s.chunks_exact_mut(keys));
-    for ((row, kept), (p, d_s)) in rows.iter().zip(block.kept()).zip(pairs) {
+    for (((query, row), kept), (p, d_s)) in rows.iter().enumerate().zip(block.kept()).zip(pairs) {
         for out in [&mut *p, &mut *d_s] {
             out[..kept.start].fill(0.0);
             out[kept.end..].fill(0.0);
@@ -273,6 +292,8 @@ fn weights(
             *p = (score - row.lse).exp();
             *d_s = *p * (*d_s - row.delta) * slope;
         }
+        block.hide(query, 0.0, p);
+        block.hide(query, 0.0, d_s);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::listed::Pairs;
 use super::matmul::{Matrix, matmul};
 
 /// The keys that a query keeps: the first one, and the one after the last. `start >= end` where the query keeps none.
@@ -13,6 +14,8 @@ pub(super) struct Block<'a> {
     kept: &'a [Range<usize>],
     /// Keys in the block.
     keys: usize,
+    /// Which of these pairs the lists keep.
+    pairs: Pairs<'a>,
     /// Whether every query keeps every key.
     whole: bool,
 }
@@ -29,7 +32,25 @@ impl<'a> Block<'a> {
         kept.clear();
         kept.extend(queries.map(|own| within(own, first, keys)));
         let whole = kept.iter().all(|kept| *kept == (0..keys));
-        Self { kept, keys, whole }
+        Self { kept, keys, pairs: Pairs::All, whole }
+    }
+
+    /// The same block, of which lists keep these pairs.
+    pub fn of_pairs(self, pairs: Pairs<'a>) -> Self {
+        Self { pairs, whole: self.whole && pairs.is_all(), ..self }
+    }
+
+    /// Whether the lists keep a pair that the mask keeps.
+    pub fn lists(&self, query: usize, key: usize) -> bool {
+        self.pairs.keep(query, key)
+    }
+
+    /// Writes `value` over the numbers of the pairs of a query that the mask keeps and the lists do not.
+    pub fn hide(&self, query: usize, value: f32, numbers: &mut [f32]) {
+        if !self.pairs.is_all() {
+            let kept = self.kept[query].clone();
+            kept.filter(|&key| !self.lists(query, key)).for_each(|key| numbers[key] = value);
+        }
     }
 
     /// For each query the keys that it keeps, counted from the first key of the block.
@@ -77,7 +98,7 @@ impl<'a> Block<'a> {
 
     fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
         for (query, kept) in self.kept.iter().enumerate() {
-            kept.clone().for_each(|key| pair(query, key));
+            kept.clone().filter(|&key| self.lists(query, key)).for_each(|key| pair(query, key));
         }
     }
 }
@@ -93,6 +114,12 @@ pub(super) fn reach(queries: impl Iterator<Item = Keys> + Clone) -> Keys {
     let some = queries.filter(|(start, end)| start < end);
     let start = some.clone().map(|(start, _)| start).min().unwrap_or(0);
     (start, some.map(|(_, end)| end).max().unwrap_or(0))
+}
+
+/// Where the first block begins that a task visits. Where there are lists of blocks, it begins where one of theirs does, or
+/// within one that it does not leave.
+pub(super) fn first_visited(start: usize, walked: usize, has_lists: bool) -> usize {
+    if has_lists { start / walked * walked } else { start }
 }
 
 /// The keys of `start..end` that are in the block of `keys` keys from `first` on, counted from the block's first key.

@@ -138,6 +138,18 @@ impl<'a, T> HostRef<'a, T, 4> {
     }
 }
 
+impl<'a> HostRef<'a, i32, 4> {
+    /// The list at a place.
+    pub fn list(&self, place: [usize; 3]) -> &'a [i32] {
+        self.part_of_list(place, 0, self.layout.shape()[3])
+    }
+
+    /// `len` elements of the list at a place, from element `first` on.
+    pub fn part_of_list(&self, [a, b, c]: [usize; 3], first: usize, len: usize) -> &'a [i32] {
+        self.run([a, b, c, first], len)
+    }
+}
+
 impl<T: Copy> HostMut<'_, T, 4> {
     /// Copies the vectors of a task's tokens into the tensor. `rows` has them without gaps.
     pub(super) fn store(&mut self, task: &Task, rows: &[T]) {

@@ -8,6 +8,7 @@ mod block;
 mod fp8;
 mod hadamard;
 mod host;
+mod listed;
 mod matmul;
 mod memory;
 mod quantize;
@@ -24,11 +25,13 @@ use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::problem::{Dims, ForwardProblem};
 use crate::sequences::{Lengths, SequenceRows, Side};
+use listed::Listed;
 use tasks::{Task, Tasks, Team};
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
 pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp8};
 pub(crate) use host::{HostMut, HostRef};
+pub(crate) use listed::ListInputs;
 pub(crate) use quantize::{Factors, QuantizeTask, quantize};
 pub(crate) use sequences::Sequences;
 pub(crate) use sinks::Sinks;
@@ -46,6 +49,7 @@ pub(crate) struct Inputs<'a, T> {
     pub v: HostRef<'a, T, 4>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub lists: Option<ListInputs<'a>>,
 }
 
 /// The tensors that a forward pass writes, in host memory.
@@ -75,19 +79,22 @@ impl Blocks {
 ///
 /// # Errors
 /// Before an output is written:
-/// - [`Error::Value`](crate::Error::Value) for offsets and used lengths that are wrong.
+/// - [`Error::Value`](crate::Error::Value) for offsets, used lengths and lists of blocks that are wrong.
 /// - [`Error::Memory`](crate::Error::Memory) and [`Error::Threads`](crate::Error::Threads).
 pub(crate) fn forward<T: Float>(
     problem: &ForwardProblem,
     inputs: &Inputs<'_, T>,
     mut outputs: Outputs<'_, T>,
 ) -> Result<()> {
-    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), WALKED));
+    let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), listed::walked(problem, WALKED)));
     let sequences = Sequences::new(problem, &inputs.lengths)?;
+    let listed = Listed::new(problem, inputs.lists.as_ref())?;
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks))?;
     matmul::check_memory(team.threads())?;
-    let compute = |scratch: &mut tile::Scratch<T>, task: &Task| tile::forward(problem, inputs, blocks, task, scratch);
+    let compute = |scratch: &mut tile::Scratch<T>, task: &Task| {
+        tile::forward(problem, inputs, listed.as_ref(), blocks, task, scratch);
+    };
     team.each(&tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.o);
         if let Some(lse) = &mut outputs.lse {

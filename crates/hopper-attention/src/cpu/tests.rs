@@ -67,6 +67,7 @@ fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) 
         v: HostRef::of(&v, layouts[2]),
         lengths: Lengths::default(),
         sinks: Sinks::None,
+        lists: None,
     };
     let outputs = Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)) };
     forward::<T>(problem, &inputs, outputs).unwrap();

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::block::{self, Block, Keys};
+use super::listed::{self, Listed};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
 use super::sinks::{Sunk, without_keys};
@@ -59,6 +60,7 @@ struct RowState {
 pub(super) fn forward<T: Float>(
     problem: &ForwardProblem,
     inputs: &Inputs<'_, T>,
+    listed: Option<&Listed<'_>>,
     blocks: Blocks,
     task: &Task,
     scratch: &mut Scratch<T>,
@@ -74,6 +76,7 @@ pub(super) fn forward<T: Float>(
     }
     // Blocks of which no query keeps a key are not visited.
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
+    let start = block::first_visited(start, blocks.walked, listed.is_some());
 
     let Scratch { o, lse, q, k, v, scores, sums, kept } = scratch;
     load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
@@ -81,14 +84,19 @@ pub(super) fn forward<T: Float>(
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
     for first in (start..end).step_by(blocks.walked) {
         let keys = blocks.walked.min(end - first);
+        let pairs = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first);
+        if pairs.is_none() {
+            continue;
+        }
         load(&inputs.k, of_keys, head_kv, first..first + keys, k);
         load(&inputs.v, of_keys, head_kv, first..first + keys, v);
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(problem.softmax_scale(), queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);
-        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept);
-        for (((row, kept), scores), sums) in rows
+        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept).of_pairs(pairs);
+        for ((((query, row), kept), scores), sums) in rows
             .iter_mut()
+            .enumerate()
             .zip(block.kept())
             .zip(scores.chunks_exact_mut(keys))
             .zip(sums.chunks_exact_mut(dims.head_dim_vo))
@@ -96,6 +104,7 @@ pub(super) fn forward<T: Float>(
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
             cap(problem.softcap(), &mut scores[kept.clone()]);
+            block.hide(query, f32::NEG_INFINITY, scores);
             row.step(&mut scores[kept.clone()], sums);
         }
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);

@@ -71,6 +71,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 d_lse: args.read(Slot::DLse),
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().forward().sinks()),
+                lists: args.lists(),
             },
             BackwardOutputs::<T> {
                 d_q: required(Slot::DQ, args.write(Slot::DQ))?,

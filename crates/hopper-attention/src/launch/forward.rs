@@ -80,6 +80,7 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
                 v: required(Slot::V, args.read(Slot::V))?,
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().sinks()),
+                lists: args.lists(),
             },
             Outputs::<T> { o: required(Slot::O, args.write(Slot::O))?, lse: args.write(Slot::Lse) },
         )

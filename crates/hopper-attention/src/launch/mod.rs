@@ -17,7 +17,7 @@ mod raw;
 use std::ffi::c_void;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
-use crate::cpu::{HostMut, HostRef, Sinks};
+use crate::cpu::{HostMut, HostRef, ListInputs, Sinks};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::operand::Slot;
@@ -143,6 +143,22 @@ impl RawArgs {
                 Some(DType::BF16) => self.read(Slot::Sinks).map_or(Sinks::None, Sinks::Bf16),
                 _ => self.read(Slot::Sinks).map_or(Sinks::None, Sinks::F32),
             }
+        }
+    }
+
+    /// The lists of blocks, if they were given.
+    ///
+    /// # Safety
+    /// As [`read`](Self::read): they were checked to be of `i32`.
+    unsafe fn lists<'a>(&self) -> Option<ListInputs<'a>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Some(ListInputs {
+                counts: self.read(Slot::MaskBlockCnt)?,
+                indices: self.read(Slot::MaskBlockIdx)?,
+                bits: self.read(Slot::MaskBits)?,
+                full: self.read(Slot::FullBlockCnt).zip(self.read(Slot::FullBlockIdx)),
+            })
         }
     }
 

@@ -138,6 +138,7 @@ impl BackwardProblem {
         let dtype = self.dtype();
         let (q, kv) = (self.forward.is_packed_q(), self.forward.is_packed_kv());
         let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = self.forward.lengths();
+        let [mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx] = self.forward.block_operands();
         Operands::of([
             Operand::read(Slot::Q, dtype, self.forward.q_shape()).packed(q),
             Operand::read(Slot::K, dtype, self.forward.k_shape()).packed(kv),
@@ -155,6 +156,11 @@ impl BackwardProblem {
             seqused_kv,
             self.forward.sinks_operand().when(self.wants_d_sinks(), "d_sinks"),
             Operand::write(Slot::DSinks, DType::F32, [self.dims().heads_q]).when(self.wants_d_sinks(), "d_sinks"),
+            mask_block_cnt,
+            mask_block_idx,
+            mask_bits,
+            full_block_cnt,
+            full_block_idx,
         ])
     }
 

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::blocks::BlockMask;
 use super::dims::Dims;
 use super::fp8::Fp8;
 use super::packing::{LENGTHS, Packing, batch_of};
@@ -44,6 +45,8 @@ pub struct ForwardProblem {
     fp8: Option<Fp8>,
     /// The element type of the attention sinks. `None` where there are none.
     pub(super) sinks: Option<DType>,
+    /// The form of the lists of blocks. `None` where there are none.
+    pub(super) block_mask: Option<BlockMask>,
 }
 
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
@@ -65,6 +68,7 @@ pub struct ForwardProblemBuilder {
     half_scores: bool,
     /// The element type of the attention sinks, where they were asked for.
     pub(super) sinks: DType,
+    pub(super) block_mask: Option<BlockMask>,
 }
 
 impl ForwardProblemBuilder {
@@ -239,7 +243,8 @@ impl ForwardProblemBuilder {
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
     /// sinks are not f32 or bf16.
     ///
-    /// [`Error::Unsupported`]: a softcap with e4m3 operands.
+    /// [`Error::Unsupported`]: a softcap with e4m3 operands; a [`block_mask`](Self::block_mask) with e4m3 operands, packed tensors
+    /// or used lengths.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -265,6 +270,8 @@ impl ForwardProblemBuilder {
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         let softcap = scale::softcap(softcap, softmax_scale, dtype)?;
         let softmax_scale = Scale(softmax_scale);
+        let block_mask = self.block_mask;
+        block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, dtype, asked_for))?;
         Ok(ForwardProblem {
             dtype,
             dims,
@@ -277,6 +284,7 @@ impl ForwardProblemBuilder {
             packing,
             fp8,
             sinks,
+            block_mask,
         })
     }
 }
@@ -298,6 +306,7 @@ impl ForwardProblem {
             scaling: None,
             half_scores: false,
             sinks: DType::F32,
+            block_mask: None,
         }
     }
 
@@ -317,6 +326,7 @@ impl ForwardProblem {
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
             sinks: self.sinks.unwrap_or(DType::F32),
+            block_mask: self.block_mask,
         }
     }
 
@@ -327,6 +337,7 @@ impl ForwardProblem {
         let (q_blocks, kv_blocks) = (q && self.has_factors_per_block(), kv && self.has_factors_per_block());
         let of_fp8 = |slot, shape| Operand::read(slot, DType::F32, shape).of_kind(fp8, "e4m3 operands");
         let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = self.lengths();
+        let [mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx] = self.block_operands();
         Operands::of([
             Operand::read(Slot::Q, dtype, self.q_shape()).packed(q),
             Operand::read(Slot::K, dtype, self.k_shape()).packed(kv),
@@ -343,6 +354,11 @@ impl ForwardProblem {
             seqused_q,
             seqused_kv,
             self.sinks_operand().when(self.wants(Slot::Sinks), "sinks"),
+            mask_block_cnt,
+            mask_block_idx,
+            mask_bits,
+            full_block_cnt,
+            full_block_idx,
         ])
     }
 
@@ -504,7 +520,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -516,7 +532,8 @@ impl ForwardProblem {
             d.head_dim_qk,
             d.head_dim_vo,
             self.mask,
-            self.softcap_text()
+            self.softcap_text(),
+            self.block_mask_text()
         )
     }
 }
@@ -687,10 +704,10 @@ mod tests {
             |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
         let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
         assert_eq!(presence(&plain)[..4], [Required; 4]);
-        assert_eq!(presence(&plain)[4..], [Refused; 11]);
+        assert_eq!(presence(&plain)[4..], [Refused; 16]);
         let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
         assert_eq!(presence(&fp8)[..10], [Required; 10]);
-        assert_eq!(presence(&fp8)[10..], [Refused; 5]);
+        assert_eq!(presence(&fp8)[10..], [Refused; 10]);
         let row = |slot| *fp8.operands().find(slot).unwrap();
         assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
     }

@@ -3,6 +3,7 @@
 //! A problem is checked when it is built. It holds no memory. It lists its operands (the tensors that it reads and writes).
 
 mod backward;
+mod blocks;
 mod dims;
 mod forward;
 mod fp8;
@@ -13,6 +14,7 @@ mod sinks;
 mod softcap;
 
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
+pub use blocks::{BlockMask, MASK_BLOCK, MASK_BLOCK_WORDS};
 pub use dims::Dims;
 pub use forward::{ForwardProblem, ForwardProblemBuilder};
 pub use quantize::{Quantizer, QuantizerBuilder};

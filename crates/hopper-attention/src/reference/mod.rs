@@ -6,14 +6,15 @@
 //! - The [`tolerance`] says how far a result may be from the oracle. [`Expected`] and [`BackwardExpected`] apply it.
 //!
 //! The oracle shares no code with the kernels, the plans or the CPU backend. So a mistake in these does not hide in the oracle
-//! too. The oracle reads a problem's numbers, and asks [`Mask::keep`](crate::Mask::keep) for every query and key. The oracle of
+//! too. The oracle reads a problem's numbers, and asks [`Mask::keep`](crate::Mask::keep) for every query and key, and the lists
+//! of blocks where there are any. The oracle of
 //! a backward pass computes O and the LSE anew. So it also finds a backward pass that was given a wrong O or LSE.
 //!
 //! Problems with packed sequences or used lengths take the [`Lengths`](crate::Lengths) of their sequences too:
 //! [`forward_of`], [`backward_of`], [`Expected::of`] and others. Each sequence is computed as a problem of its own. Rows of no
 //! sequence are judged only where the problem fills gaps.
 //!
-//! Problems with [`Modifiers`] (attention sinks) take these too: [`forward_with`], [`backward_with`], [`Expected::with`] and
+//! Problems with [`Modifiers`] (attention sinks, lists of blocks) take these too: [`forward_with`], [`backward_with`], [`Expected::with`] and
 //! others.
 //!
 //! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
@@ -37,6 +38,7 @@
 //! # Ok::<(), hopper_attention::Error>(())
 //! ```
 
+mod blocks;
 mod oracle;
 mod packed;
 mod plain;
@@ -65,6 +67,7 @@ use rayon::prelude::*;
 use product::Tokens;
 use work::Work;
 
+use crate::blocks::BlockLists;
 use crate::error::{Error, Result};
 use crate::problem::{BackwardProblem, ForwardProblem};
 
@@ -74,6 +77,8 @@ pub struct Modifiers<'a> {
     /// The attention sinks, `[heads_q]`, as the tested computation reads them: already rounded to their type. Given exactly where
     /// the problem has [`sinks`](crate::ForwardProblemBuilder::sinks).
     pub sinks: Option<&'a [f64]>,
+    /// The lists of blocks. Given exactly where the problem has a [`block_mask`](crate::ForwardProblemBuilder::block_mask).
+    pub blocks: Option<BlockLists<'a>>,
 }
 
 impl Modifiers<'_> {
@@ -84,6 +89,14 @@ impl Modifiers<'_> {
 
     /// Refuses what is not the problem's.
     fn check(&self, problem: &ForwardProblem) -> Result<()> {
+        match (problem.block_mask(), &self.blocks) {
+            (_, Some(lists)) => lists.check(problem)?,
+            (Some(_), None) => {
+                let (what, allowed) = ("block lists", "the lists, which the problem reads".into());
+                return Err(Error::Value { what, got: "missing".into(), allowed });
+            }
+            (None, None) => {}
+        }
         let refuse =
             |got: &str, allowed: &str| Err(Error::Value { what: "sinks", got: got.into(), allowed: allowed.into() });
         match (problem.sinks().is_some(), self.sinks) {

@@ -3,6 +3,7 @@
 
 mod backward;
 
+use super::blocks::Kept;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
 use super::rounding::{ROUNDING, unit_roundoff};
@@ -176,6 +177,7 @@ fn dense(
     let exact = Exact {
         problem,
         modifiers,
+        kept: Kept::new(problem, &modifiers)?,
         q,
         k,
         k_norms: norms(k),
@@ -196,6 +198,7 @@ fn dense(
 struct Exact<'a> {
     problem: &'a ForwardProblem,
     modifiers: Modifiers<'a>,
+    kept: Kept<'a>,
     q: &'a Tensor,
     k: &'a Tensor,
     /// The norms of the keys, `[batch, heads_kv, seqlen_kv]`.
@@ -212,7 +215,7 @@ impl Exact<'_> {
         let dims = self.problem.dims();
         let head_kv = head / (dims.heads_q / dims.heads_kv);
         let dim = dims.head_dim_vo;
-        let keeps = |query, key| self.problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
+        let keeps = |query, key| self.kept.keep(batch, head, query, key);
         let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| keeps(query, key)));
         let count = keys.count;
 

@@ -4,6 +4,7 @@
 
 mod backward;
 
+use super::blocks::Kept;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::work::{PLAIN_UNITS, Work};
 use super::{Modifiers, Tensor, check_inputs, each_row, gather};
@@ -102,9 +103,10 @@ fn dense(
     work: &Work<'_>,
 ) -> Result<Plain> {
     let rounding = Rounding::of(problem, scale_o);
+    let kept = Kept::new(problem, &modifiers)?;
     let [q, k, v] = [q, k, v].map(Narrow::new);
     let rows = each_row(problem.lse_shape(), work, PLAIN_UNITS, |[batch, head, query]| {
-        row(problem, &rounding, &q, &k, &v, modifiers.sink(head) as f32, [batch, head, query])
+        row(problem, &kept, &rounding, [&q, &k, &v], modifiers.sink(head) as f32, [batch, head, query])
     });
     let o = gather(problem.o_shape(), &rows, |(row, _), out| widen(row, out));
     Ok(Plain { o, lse: rows.into_iter().map(|(_, lse)| f64::from(lse)).collect() })
@@ -174,20 +176,17 @@ fn rounded((scale, round): (f32, fn(f32) -> f32), x: f32) -> f32 {
 
 fn row(
     problem: &ForwardProblem,
+    kept: &Kept<'_>,
     rounding: &Rounding,
-    q: &Narrow,
-    k: &Narrow,
-    v: &Narrow,
+    [q, k, v]: [&Narrow; 3],
     sink: f32,
     [batch, head, query]: [usize; 3],
 ) -> (Vec<f32>, f32) {
     let dims = problem.dims();
-    let mask = problem.mask();
     let head_kv = head / (dims.heads_q / dims.heads_kv);
     let q_row = q.row(batch, query, head);
 
-    let keys: Vec<usize> =
-        (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv)).collect();
+    let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| kept.keep(batch, head, query, key)).collect();
     let score = |&key: &usize| capped(problem, problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv))).0;
     let scores: Vec<f32> = keys.iter().map(score).collect();
 

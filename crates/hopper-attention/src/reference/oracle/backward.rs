@@ -3,6 +3,7 @@
 
 use std::f64::consts::SQRT_2;
 
+use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
@@ -206,7 +207,8 @@ fn dense(
     let (mut k_norms, v_norms) = (norms(k), norms(v));
     // An infinite key has weight 0, or makes its row NaN. Neither widens the tolerance of other keys.
     k_norms.iter_mut().filter(|norm| norm.is_infinite()).for_each(|norm| *norm = 0.0);
-    let exact = Exact { problem, q, k, v, d_o, d_lse, modifiers, k_norms, v_norms };
+    let kept = Kept::new(problem.forward(), &modifiers)?;
+    let exact = Exact { problem, kept, q, k, v, d_o, d_lse, modifiers, k_norms, v_norms };
     let dims = problem.dims();
 
     // Each half has its own copies of the tensors that it sums.
@@ -252,6 +254,7 @@ fn with_noise(shape: [usize; 4], rows: &[Sum]) -> (Tensor, Noise) {
 
 struct Exact<'a> {
     problem: &'a BackwardProblem,
+    kept: Kept<'a>,
     q: &'a Tensor,
     k: &'a Tensor,
     v: &'a Tensor,
@@ -306,7 +309,7 @@ impl Exact<'_> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let place = [batch, head_kv];
-        let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| self.keep(query, key)));
+        let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| self.kept.keep(batch, head, query, key)));
         let pairs = queries.count * keys.count;
 
         let [mut scores, mut d_p, mut p, mut flat] = [(); 4].map(|()| vec![0.0; pairs]);
@@ -401,7 +404,8 @@ impl Exact<'_> {
             lse_noise: 0.0,
         };
         let mut sum = Sum::new(dims.head_dim_qk);
-        let columns: Vec<usize> = (0..keys.count).filter(|column| self.keep(query, keys.first + column)).collect();
+        let keeps = |column: &usize| self.kept.keep(batch, head, query, keys.first + column);
+        let columns: Vec<usize> = (0..keys.count).filter(keeps).collect();
         let soft = Soft::new(self.problem.forward(), columns, scores, self.modifiers.sink(head));
         row.lse = soft.lse;
         if soft.weights.is_empty() {
@@ -481,7 +485,9 @@ impl Exact<'_> {
     ) -> Vec<(Sum, Sum)> {
         let dims = self.problem.dims();
         let group = self.problem.forward().group_size();
-        let queries = Tokens::of(dims.seqlen_q, |query| keys.iter().any(|key| self.keep(query, key)));
+        let heads = head_kv * group..(head_kv + 1) * group;
+        let keeps = |query, key| heads.clone().any(|head| self.kept.keep(batch, head, query, key));
+        let queries = Tokens::of(dims.seqlen_q, |query| keys.iter().any(|key| keeps(query, key)));
         let pairs = keys.count * queries.count;
         let [mut scores, mut d_p, mut noise, mut of_delta, mut p_noise] = [(); 5].map(|()| vec![0.0; pairs]);
         let mut kept = vec![false; pairs];
@@ -491,7 +497,7 @@ impl Exact<'_> {
         let mut d_v_noise = vec![0.0; keys.count * dims.head_dim_vo];
         // For each key the number of pairs, the sum of P, and the sum of P times what P has in common.
         let mut weights = vec![(0, 0.0, 0.0); keys.count];
-        for head in head_kv * group..(head_kv + 1) * group {
+        for head in heads.clone() {
             let place = [batch, head];
             let of_keys = |tensor| Matrix::of(tensor, batch, head_kv, keys);
             product(of_keys(self.k), Matrix::of(self.q, batch, head, queries).transposed(), 0.0, &mut scores);
@@ -502,7 +508,7 @@ impl Exact<'_> {
                 let (terms, weight, alike) = &mut weights[i];
                 for (column, row) in rows.iter().enumerate() {
                     let at = i * queries.count + column;
-                    kept[at] = row.lse != f64::NEG_INFINITY && self.keep(queries.first + column, key);
+                    kept[at] = row.lse != f64::NEG_INFINITY && self.kept.keep(batch, head, queries.first + column, key);
                     if !kept[at] {
                         (scores[at], d_p[at], noise[at], of_delta[at]) = (0.0, 0.0, 0.0, 0.0);
                         continue;
@@ -613,11 +619,6 @@ impl Exact<'_> {
 
     fn scale(&self) -> f64 {
         f64::from(self.problem.softmax_scale())
-    }
-
-    fn keep(&self, query: usize, key: usize) -> bool {
-        let dims = self.problem.dims();
-        self.problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv)
     }
 
     fn token(&self, batch: usize, head_kv: usize, key: usize) -> usize {

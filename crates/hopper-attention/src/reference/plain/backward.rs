@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
@@ -138,7 +139,8 @@ fn dense(
         let weight = |lse: f32| if sink == lse { 1.0 } else { (sink - lse).exp() };
         *sum = f64::from(counted.map(|row| -weight(row.lse) * row.delta).sum::<f32>());
     }
-    let plain = Backward { problem, round, rows, q, k, v, d_o };
+    let kept = Kept::new(problem.forward(), &modifiers)?;
+    let plain = Backward { problem, kept, round, rows, q, k, v, d_o };
 
     let group = problem.forward().group_size();
     let (mut d_q, mut d_k, mut d_v) = (Vec::new(), Vec::new(), Vec::new());
@@ -172,6 +174,7 @@ const KEYS_PER_TASK: usize = 32;
 
 struct Backward<'a> {
     problem: &'a BackwardProblem,
+    kept: Kept<'a>,
     round: fn(f32) -> f32,
     /// `[batch, heads_q, seqlen_q]`.
     rows: Vec<Row>,
@@ -237,8 +240,7 @@ impl Backward<'_> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let row = &self.rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
-        let kept = self.problem.mask().keep(query, key, dims.seqlen_q, dims.seqlen_kv);
-        if !kept || row.lse == f32::NEG_INFINITY {
+        if !self.kept.keep(batch, head, query, key) || row.lse == f32::NEG_INFINITY {
             return None;
         }
         let scale = self.problem.softmax_scale();
