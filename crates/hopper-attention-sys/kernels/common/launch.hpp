@@ -26,7 +26,7 @@ Status prepare_kernel(Kernel* kernel, int smem_bytes) noexcept {
 // The same for the three kernels of a backward. `main` is the one in the middle.
 template <class Traits, class Main>
 Status prepare_backward(Main* main) noexcept {
-  Status status = BwdStatistics<typename Traits::Uncapped>::load();
+  Status status = BwdStatistics<typename Traits::Plain>::load();
   status = is_ok(status) ? BwdConvert<typename Traits::Unmasked>::load() : status;
   return is_ok(status) ? prepare_kernel(main, Traits::kSmemBytes) : status;
 }
@@ -114,10 +114,10 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
     if (!is_ok(status)) {
       return status;
     }
-    BwdStatistics<typename Packed::Uncapped>::launch(params, stream);
+    BwdStatistics<typename Packed::Plain>::launch(params, stream);
     start_main();
     BwdConvert<typename Packed::Unmasked>::launch(params, stream);
-    BwdStatistics<typename Packed::Uncapped>::launch_sinks(params, stream);
+    BwdStatistics<typename Packed::Plain>::launch_sinks(params, stream);
     status = to_status(cudaGetLastError());
   } else {
     status = launch_fill_sinks(params, stream);  // no row: 0
@@ -144,10 +144,10 @@ Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode cons
   if (Status const status = encode(); !is_ok(status)) {
     return status;
   }
-  BwdStatistics<typename Traits::Uncapped>::launch(params, stream);
+  BwdStatistics<typename Traits::Plain>::launch(params, stream);
   start_main(bwd_scalars<Traits>(params));
   BwdConvert<typename Traits::Unmasked>::launch(params, stream);
-  BwdStatistics<typename Traits::Uncapped>::launch_sinks(params, stream);
+  BwdStatistics<typename Traits::Plain>::launch_sinks(params, stream);
   return to_status(cudaGetLastError());
 }
 

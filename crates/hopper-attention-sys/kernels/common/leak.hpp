@@ -194,7 +194,7 @@ CUTE_DEVICE bool lacks_nan(float2 const& has, float2 const& other) {
 }
 
 // What a head's O is computed of, where operands have 16 bits. (FP8: sm90/fp8/leak.hpp.)
-template <class E, Caps kCaps>
+template <class E, Modifiers kModifiers>
 struct PlainOperands {
   using Element = E;
   HeadRows<Element> q;
@@ -213,8 +213,8 @@ struct PlainOperands {
             HeadRows<Element>::of(params.v, batch, kv_head),
             params.head_dim_qk,
             params.head_dim_vo,
-            kCaps == Caps::Never ? exponent_factor(params.softmax_scale) : forward_factor(params),
-            kCaps == Caps::Never ? 0.0F : inner_of(params),
+            kModifiers == Modifiers::Never ? exponent_factor(params.softmax_scale) : forward_factor(params),
+            kModifiers == Modifiers::Never ? 0.0F : inner_of(params),
             sink_of_head(params, head)};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
@@ -229,7 +229,7 @@ struct PlainOperands {
   }
   // The score of a query and a key in powers of two, from their product.
   CUTE_DEVICE float score(float product, int, int) const {
-    if constexpr (kCaps == Caps::Never) {
+    if constexpr (kModifiers == Modifiers::Never) {
       return product * scale_log2;
     } else {
       return (inner == 0.0F ? product : capped(product, inner)) * scale_log2;
@@ -285,7 +285,7 @@ struct SoundRows {
   }
 };
 
-template <class Traits, class Operands = PlainOperands<typename Traits::Element, Traits::kCaps>>
+template <class Traits, class Operands = PlainOperands<typename Traits::Element, Traits::kModifiers>>
 struct Leaks {
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr MaskClass kMask = Traits::kMask;

@@ -75,8 +75,8 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
-  using Uncapped = BwdTraits;
-  static constexpr Caps kCaps = Caps::Either;
+  using Plain = BwdTraits;
+  static constexpr Modifiers kModifiers = Modifiers::Either;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;

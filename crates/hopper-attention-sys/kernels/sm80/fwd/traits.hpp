@@ -24,7 +24,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
-  static constexpr Caps kCaps = Caps::Either;
+  static constexpr Modifiers kModifiers = Modifiers::Either;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;

@@ -14,8 +14,8 @@
 // The step of a block begins and ends with no product in flight. dQ and dP share registers: dQ is stored before dP is
 // issued.
 //
-// Rows for capped scores (common/softcap.hpp) have S without the LSE, which threads subtract from what the cap makes of
-// it. They multiply P by the derivative of the cap at once, and keep that in place of P.
+// Rows for modified scores (common/softcap.hpp, common/alibi.hpp) have S without the LSE, which threads subtract from
+// what the cap makes of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
 #pragma once
 
 #include <cfloat>
@@ -40,8 +40,8 @@ struct BwdMma {
   using Storage = typename Traits::SharedStorage;
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
-  static constexpr bool kCapped = Traits::kCaps == Caps::Always;
-  static constexpr float kMasked = kCapped ? -FLT_MAX : -INFINITY;  // a score
+  static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
+  static constexpr float kMasked = kModified ? -FLT_MAX : -INFINITY;  // a score
 
   // A thread's place in its warpgroup, as a new value at each call. Where registers are shortest it is even read again.
   CUTE_DEVICE static int thread_in_group_anew(int thread) {
@@ -142,7 +142,7 @@ struct BwdMma {
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      if constexpr (kCapped) {
+      if constexpr (kModified) {
         issue_product<MmaScores, false>(tSrK.stage(k.stage), tSrQ.stage(ring.stage), tS);
       } else {
         issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(0), tSrStatistics.stage(ring.stage), tSrK.stage(k.stage),
@@ -192,7 +192,7 @@ struct BwdMma {
     // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
       bool near = false;
-      if constexpr (kCapped) {
+      if constexpr (kModified) {
         near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
       }
       int const m_block = visits.block(visit);
@@ -201,7 +201,7 @@ struct BwdMma {
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
-      if constexpr (kCapped) {
+      if constexpr (kModified) {
         if (near) {
           cap_block(std::true_type{});
         } else {
@@ -348,7 +348,7 @@ struct BwdMma {
     // whether it is of a sequence's only tile. (As a run-time branch it cost all packed tiles 7%.)
     auto step = [&](auto is_first, auto only) __attribute__((always_inline)) {
       std::uint32_t after = 0;
-      if constexpr (!kCapped) {
+      if constexpr (!kModified) {
         exponentials();
         warpgroup_fence_operand(tS);
         // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ
@@ -374,7 +374,7 @@ struct BwdMma {
       } else {
         finish_queries(k.stage, after, only, remaining + 1);
       }
-      if constexpr (kCapped) {
+      if constexpr (kModified) {
         // Not before dQ: P beside P (1 - t^2) and dQ would take more registers than there are.
         exponentials();
         warpgroup_fence_operand(tS);
@@ -383,7 +383,7 @@ struct BwdMma {
       // every uniform register there is.
       issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(1), tSrStatistics.stage(ring.stage), tPrV.stage(opaque_zero()),
                                           tPrdO.stage(ring.stage), tdP);
-      if constexpr (!kCapped) {
+      if constexpr (!kModified) {
         pack(tP, tS);
       }
       issue_product<MmaDV, true>(tP, tVrdO.stage(ring.stage), tdV);

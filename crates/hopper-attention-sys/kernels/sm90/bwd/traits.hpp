@@ -135,23 +135,23 @@ constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
 static_assert(kUnvisited == -kFresh);
 
-// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kCapped: of a row for
-// capped scores.
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kModified: of a row
+// for modified scores.
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
-          bool kPacked = false, bool kCapped = false>
+          bool kPacked = false, bool kModified = false>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   // What the kernels around do not depend on, either.
-  using Uncapped = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+  using Plain = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
-  static constexpr Caps kCaps = kCapped ? Caps::Always : Caps::Never;
+  static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
-  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kCapped>;
+  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kModified>;
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedShare, TileShare>;
   using TileBand = std::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile

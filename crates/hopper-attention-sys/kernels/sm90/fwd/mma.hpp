@@ -179,14 +179,14 @@ struct Mma {
 
     // In rows for capped scores, what follows a product with K has tanh in their place.
     auto cap = [&]() __attribute__((always_inline)) {
-      if constexpr (Traits::kCaps == Caps::Always) {
+      if constexpr (Traits::kModifiers == Modifiers::Always) {
         cap_scores<Traits::kLooksForNear>(tSrS, scalars.softcap);
       }
     };
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
-      if constexpr (Traits::kCaps == Caps::Always) {
+      if constexpr (Traits::kModifiers == Modifiers::Always) {
         cap_any(tSrS, scalars.softcap);
       }
     };
