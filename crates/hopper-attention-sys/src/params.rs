@@ -53,6 +53,9 @@ mod ffi {
         /// An interval of keys for each query, neither end of which falls from one query to the next (`MaskEdges`): a band
         /// along a diagonal, chunks, a prefix. Blocks on either edge are masked, those between are not.
         Window = 2,
+        /// Lists of the blocks of keys that each block of queries visits, and bits of some of them, beside such an interval
+        /// (`BlockLists`).
+        Blocks = 3,
     }
 
     /// Instruction set that a kernel is written for.
@@ -208,6 +211,50 @@ mod ffi {
         prefix_last: i32,
     }
 
+    /// Lists of blocks of 128 queries and 128 keys, of a launch of a row of class Blocks. All zeros of other launches.
+    ///
+    /// The caller's lists may hold anything. The launch's first kernels (`kernels/common/blocks.cu`) read them, leave out what
+    /// is no block of keys, and make lists of their own in the workspace. All others read those, and the bits. The lists of a
+    /// *row* are those of a block of queries, of one of `batch` times one of `heads`.
+    #[derive(Debug, Clone, Copy, Default)]
+    struct BlockLists {
+        /// How many partial blocks a row has, i32 `[batch, heads, q_blocks]`, read.
+        mask_block_cnt: TensorDesc,
+        /// Which, i32 `[batch, heads, q_blocks, k_blocks]`, read. A list's elements lie side by side, here and below.
+        mask_block_idx: TensorDesc,
+        /// Their bits, `[batch, heads, q_blocks, most_partial * 512]` words, read: 128 queries of 128 bits. The address and the
+        /// strides are multiples of 16 bytes.
+        mask_bits: TensorDesc,
+        /// How many full blocks, as above. May be absent, and then so is the other one.
+        full_block_cnt: TensorDesc,
+        /// Which.
+        full_block_idx: TensorDesc,
+        /// Batch entries with lists of their own: those of the launch, or 1.
+        batch: i32,
+        /// Query heads with lists of their own: those of the launch, or 1.
+        heads: i32,
+        /// Blocks of queries: `ceil(seqlen_q / 128)`, at most 2^14.
+        q_blocks: i32,
+        /// Blocks of keys: `ceil(seqlen_kv / 128)`, at most 2^14.
+        k_blocks: i32,
+        /// Backward: blocks that a tile may visit, `ceil(seqlen_q / tile_m)`. Else 0.
+        m_blocks: i32,
+        /// The most partial blocks of a row. At most `k_blocks`. `most_partial` times the rows is below 2^31.
+        most_partial: i32,
+        /// Device address in the workspace, a multiple of 16, and so all that follow: entries of each row, `[rows]` of
+        /// two i32. How many are masked, and how many there are in all.
+        counts: u64,
+        /// Entries (`BlockEntry` in `kernels/common/blocks.hpp`), u32 `[rows, k_blocks]`. Of a forward: those of a row, the
+        /// masked ones first. Of a backward: a matrix, with an entry or nothing for each block of keys.
+        entries: u64,
+        /// Backward: how many blocks of queries a tile of keys visits, i32 `[batch, heads, k_blocks]`. Else 0, as below.
+        key_counts: u64,
+        /// Backward: which, `[batch, heads, k_blocks, m_blocks]` of 8 bytes (`QueryEntry`).
+        key_entries: u64,
+        /// Backward: the bits with keys as rows, `[rows, most_partial]` of 2048 bytes.
+        key_bits: u64,
+    }
+
     /// One forward launch.
     ///
     /// Tensors come from the caller. Sizes, scale and options come from the problem. The schedule (`diagonal_offset` to
@@ -319,6 +366,8 @@ mod ffi {
         /// of all batch entries, queries and keys that are kept, in natural units, after `softmax_scale`, cap and ALiBi. -inf
         /// where there is none. May be absent. The row's `modifiers` allow it.
         max_logits: TensorDesc,
+        /// Lists of blocks, of rows of class Blocks.
+        blocks: BlockLists,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -435,6 +484,8 @@ mod ffi {
         softcap: f32,
         /// Slopes of ALiBi, as there.
         alibi: TensorDesc,
+        /// Lists of blocks, of rows of class Blocks.
+        blocks: BlockLists,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.

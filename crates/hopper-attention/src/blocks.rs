@@ -128,7 +128,8 @@ impl BlockTable {
         on_wrong: impl Fn(Error) -> Result<()>,
     ) -> Result<()> {
         let keys = self.shape[3];
-        let wrong = |allowed: String| Error::Value { what: slot.name(), got: format!("{block} at {place:?}, {n}"), allowed };
+        let wrong =
+            |allowed: String| Error::Value { what: slot.name(), got: format!("{block} at {place:?}, {n}"), allowed };
         match usize::try_from(block).ok().filter(|&block| block < keys) {
             None => on_wrong(wrong(format!("0 to {}, the blocks of keys", keys.saturating_sub(1)))),
             Some(at) if self.kinds[self.at(place, at)] != BlockKind::Hidden => {
@@ -219,7 +220,10 @@ mod tests {
         use BlockKind::{Full, Hidden, Partial};
         assert_eq!(kinds(0, 127), [Partial(1), Full, Partial(0), Hidden]);
         assert_eq!(kinds(0, 128), [Hidden; 4]);
-        assert_eq!((kinds(1, 0), kinds(1, 129)), ([Hidden, Hidden, Hidden, Partial(0)], [Partial(0), Partial(1), Full, Full]));
+        assert_eq!(
+            (kinds(1, 0), kinds(1, 129)),
+            ([Hidden, Hidden, Hidden, Partial(0)], [Partial(0), Partial(1), Full, Full])
+        );
         assert_eq!(table.index(table.row(0, 1, 129)), 3);
     }
 
@@ -228,7 +232,8 @@ mod tests {
         let bits = vec![0; 4 * 2 * MASK_BLOCK_WORDS];
         let indices = [-1, 4, 9, 9, 1, 1, 0, 9, 2, 3, 9, 9, 0, 1, 9, 9];
         let (full_counts, full) = ([0, 0, i32::MAX, 0], [9, 9, 9, 9, 9, 9, 9, 9, 3, 3, i32::MIN, 0, 9, 9, 9, 9]);
-        let lists = BlockLists { counts: &[2, 3, 2, -7], indices: &indices, bits: &bits, full: Some((&full_counts, &full)) };
+        let lists =
+            BlockLists { counts: &[2, 3, 2, -7], indices: &indices, bits: &bits, full: Some((&full_counts, &full)) };
         let problem = problem(2, true);
         let kept = table(&problem, &lists, false).unwrap();
         let kinds = |head, query| [0, 128, 256, 499].map(|key| kept.kind(kept.row(0, head, query), key));
@@ -256,7 +261,9 @@ mod tests {
         let refused = |lists: BlockLists<'_>| lists.check(&problem).unwrap_err().to_string();
         assert!(refused(BlockLists { counts: &[0; 3], ..lists }).starts_with("mask_block_cnt: shape [3]"));
         assert!(refused(BlockLists { bits: &[0; 4], ..lists }).starts_with("mask_bits: shape [4]"));
-        assert!(refused(BlockLists { full: Some((&[0; 4], &[0; 16])), ..lists }).starts_with("full_block_cnt: shape [4]"));
+        assert!(
+            refused(BlockLists { full: Some((&[0; 4], &[0; 16])), ..lists }).starts_with("full_block_cnt: shape [4]")
+        );
         let plain = ForwardProblem::builder(DType::F32, Dims::new(1, 130, 2, 8)).build().unwrap();
         assert!(lists.check(&plain).unwrap_err().to_string().starts_with("mask_block_idx: given"));
     }

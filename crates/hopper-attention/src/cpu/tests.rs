@@ -182,7 +182,8 @@ fn broadcast_inputs() {
     let repeat = Layout::with_strides([1, 3, 1, 16], [0, 0, 16, 1]).unwrap();
     let mut o = [f32::NAN; 96];
     let (k, v) = (HostRef::of(&k[..16], repeat), HostRef::of(&v[..16], repeat));
-    let inputs = Inputs { q: HostRef::of(&q, dense(2)), k, v, lengths: Lengths::default(), sinks: Sinks::None };
+    let q = HostRef::of(&q, dense(2));
+    let inputs = Inputs { q, k, v, lengths: Lengths::default(), sinks: Sinks::None, lists: None };
     forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None }).unwrap();
     for (i, o) in o.iter().enumerate() {
         assert!((o - (i % 16) as f32).abs() < 1e-5, "{i}: {o}");

@@ -208,7 +208,8 @@ mod tests {
 
     #[test]
     fn what_lists_do_not_go_with_is_refused_by_name() {
-        let with = |options: ForwardProblemBuilder, mask| options.block_mask(Some(mask)).build().unwrap_err().to_string();
+        let with =
+            |options: ForwardProblemBuilder, mask| options.block_mask(Some(mask)).build().unwrap_err().to_string();
         let text = "block_mask.most_partial: 6; allowed: 0 to 5, the blocks of keys";
         assert_eq!(with(options(), BlockMask::new(6)), text);
         let text = "unsupported: a block mask with packed sequences or used lengths; nearest: one of them";

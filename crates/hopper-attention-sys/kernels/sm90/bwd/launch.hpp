@@ -18,14 +18,20 @@ struct BwdLaunch {
       return {StatusCode::DriverTooOld, 0};
     }
     Status status = prepare_backward<Traits>(bwd_kernel<Traits>);
-    status = is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
-    status = is_ok(status) ? prepare_schedule() : status;
-    return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
+    if constexpr (Traits::kIsListed) {
+      return is_ok(status) ? prepare_blocks() : status;
+    } else {
+      status = is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
+      status = is_ok(status) ? prepare_schedule() : status;
+      return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
+    }
   }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
-    if (params.sequences.table != 0) {
-      return launch_packed(params, stream);
+    if constexpr (Traits::kPacks) {
+      if (params.sequences.table != 0) {
+        return launch_packed(params, stream);
+      }
     }
     CUtensorMap map_q, map_k, map_v, map_d_o;
     auto const encode_maps = [&]() {
@@ -34,10 +40,16 @@ struct BwdLaunch {
       encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
       encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
       encode.queries(map_d_o, params.d_o, params.head_dim_vo, Traits::kTileM);
+      if constexpr (Traits::kIsListed) {
+        return is_ok(encode.status) ? launch_blocks(params, Traits::kTileM, stream) : encode.status;
+      }
       return encode.status;
     };
     return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
-      auto* const kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : bwd_kernel<Traits>;
+      auto* kernel = bwd_kernel<Traits>;
+      if constexpr (Traits::kMostShares > 1) {
+        kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : kernel;
+      }
       start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps},
                    kernel, params, scalars, map_q, map_k, map_v, map_d_o);
     });

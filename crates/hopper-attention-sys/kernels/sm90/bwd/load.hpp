@@ -65,6 +65,11 @@ struct BwdLoad {
       }
       // tile[] has been read. This lane can be a tile behind the consumers where tiles have one block.
       storage.k_empty[k.stage].arrive();
+      if constexpr (Traits::kIsListed) {
+        walk_lists(params, scalars, tile, ring, use);
+        done();
+        continue;
+      }
       QueryVisits visits = QueryVisits::blocks_of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
       visits.start = tile.start;
       int head = tile.head_q;
@@ -85,6 +90,28 @@ struct BwdLoad {
       if constexpr (Traits::kShares) {
         break;  // there is one tile
       }
+    }
+  }
+
+  // The steps of a tile, where lists have them.
+  template <class Use>
+  CUTE_DEVICE static void walk_lists(BwdParams const& params, Scalars const& scalars, TileShare const& tile,
+                                     RingPosition<Traits::kStages>& ring, Use const& use) {
+    int head = tile.head_q;
+    int left = tile.steps;
+    CUTE_NO_UNROLL
+    while (left > 0) {
+      int const count = key_count(params.blocks, tile.batch, head, tile.block);
+      QueryEntry const* const entries = key_entries(params.blocks, tile.batch, head, tile.block);
+      CUTE_NO_UNROLL
+      for (int i = 0; i < count; ++i) {
+        ListedShare const share{tile, entries[i]};
+        int const m = share.entry.block();
+        use(ring, (tile.batch * scalars.heads_q + head) * scalars.m_blocks + m, m, head, share);
+        ring.advance();
+      }
+      left -= count;
+      ++head;
     }
   }
 
@@ -132,6 +159,9 @@ struct BwdLoad {
                                  CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
+      if constexpr (Traits::kIsListed) {
+        storage.step[ring.stage] = listed_step<Traits>(params.blocks, tile, head);
+      }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
       if constexpr (Traits::kIsPacked) {
@@ -222,7 +252,7 @@ struct BwdLoad {
       if (is_only(tile)) {
         return;
       }
-      int const n = tile.block;
+      int const n = turn_of(tile);
       // Relaxed, since what comes after is only the copy engine's, which adds where the memory is coherent, and does
       // not begin before it is asked to.
       int now = block == next ? seen : load_relaxed(progress(block));

@@ -40,6 +40,7 @@ struct BwdMma {
   using Storage = typename Traits::SharedStorage;
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr bool kIsListed = Traits::kIsListed;
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr float kMasked = kModified ? -FLT_MAX : -INFINITY;  // a score
 
@@ -130,7 +131,7 @@ struct BwdMma {
         was_only = is_only;
         is_only = warp_value(tile.is_only) != 0;
         visits = QueryVisits::blocks_of_any<kMask, kM, kN>(band, n_block);
-      } else {
+      } else if constexpr (!kIsListed) {
         visits = QueryVisits::blocks_of<kMask, kM, kN>(band, n_block);  // asked for blocks, not for the first of them
       }
       remaining = warp_value(tile.steps);
@@ -138,7 +139,9 @@ struct BwdMma {
     };
     auto next_block = [&]() __attribute__((always_inline)) {
       --remaining;
-      visit = visits.next(visit);
+      if constexpr (!kIsListed) {
+        visit = visits.next(visit);
+      }
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
@@ -195,8 +198,13 @@ struct BwdMma {
       if constexpr (kModified) {
         near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
       }
-      int const m_block = visits.block(visit);
-      if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
+      if constexpr (kIsListed) {
+        ListedStep const listed = storage.step[ring.stage];
+        if (listed.marks != 0) {
+          int const thread = thread_in_group_anew(thread_in_group);
+          hide_listed<Traits>(tS, listed, band, n_block, warp_row(thread) + thread % 32 / 4, 2 * (thread % 4), kMasked);
+        }
+      } else if (int const m_block = visits.block(visit); !is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);

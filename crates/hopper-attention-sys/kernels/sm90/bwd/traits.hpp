@@ -8,12 +8,14 @@
 
 #include "common/around.hpp"
 #include "common/barrier.hpp"
+#include "common/blocks.hpp"
 #include "common/row.hpp"
 #include "common/scalars.hpp"
 #include "common/slab.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
+#include "sm90/bwd/listed.hpp"
 #include "sm90/bwd/share.hpp"
 #include "sm90/element.hpp"
 #include "sm90/wgmma.hpp"
@@ -141,8 +143,12 @@ template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTi
           bool kPacked = false, bool kModified = false>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
-  // What does not depend on the mask is taken of these.
-  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+  // Whether lists in memory say which blocks a tile visits (listed.hpp).
+  static constexpr bool kIsListed = kMask == MaskClass::Blocks;
+  static_assert(!kIsListed || (kTileN == kListedBlock && kListedBlock % kTileM == 0), "the lists are of such blocks");
+  // What does not depend on the mask is taken of these. (Lists are a mask of which it depends.)
+  static constexpr MaskClass kUnmasked = kIsListed ? MaskClass::Blocks : MaskClass::Full;
+  using Unmasked = BwdTraits<kDType, kUnmasked, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   // What the kernels around do not depend on, either.
   using Plain = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
@@ -150,7 +156,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr bool kPacks = true;
+  static constexpr bool kPacks = !kIsListed;
   using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kModified>;
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedShare, TileShare>;
@@ -164,10 +170,12 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether the CTAs of a cluster share a tile, and the most that may. A row has a second kernel for that (share.hpp).
   // 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = false;
-  static constexpr int kMostShares = 8;
+  static constexpr int kMostShares = kIsListed ? 1 : 8;
   CUTE_DEVICE static void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
     if constexpr (kPacked) {
       write_packed_shares<BwdTraits>(params, thread, threads);
+    } else if constexpr (kIsListed) {
+      write_listed_shares<BwdTraits>(params, thread, threads);
     } else {
       sm90::write_shares<BwdTraits>(params, band, thread, threads);
     }
@@ -261,7 +269,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     CUTE_DEVICE static int row(int thread) { return thread / 32 * 16; }
   };
 
-  struct SharedStorage {
+  struct CommonStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];
     alignas(1024) Element v[kElementsV];
     alignas(1024) Element q[kStages][kElementsQ];
@@ -288,6 +296,10 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier sent_empty[2];
     int sent_step[2];  // what is added to the progress of a block whose dQ was sent
   };
+  struct ListedStorage : CommonStorage {
+    ListedStep step[kStages];  // of the block whose Q is in each buffer
+  };
+  using SharedStorage = std::conditional_t<kIsListed, ListedStorage, CommonStorage>;
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
 };

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/leak.hpp"
+#include "common/leak_blocks.hpp"
 #include "common/mask.hpp"
 #include "common/overflow.hpp"
 #include "common/sinks.hpp"
@@ -124,7 +125,10 @@ struct Epilogue {
     using Repair = RepairOf<Traits>;
     int const first_row = tile.block * Traits::kTileM + row;
     auto const sound = SoundRows::of_inverses<Traits>(sums);
-    if constexpr (Traits::kWritesOutput) {
+    if constexpr (Traits::kIsListed) {
+      BlockLeaks<Traits>::repair(params.blocks, tile, operands, band_of_launch(params), first_row, sound,
+                                 StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
+    } else if constexpr (Traits::kWritesOutput) {
       auto const owned = [](int) { return true; };
       Repair::repair(operands, band_of_tile(params, tile), first_row, sound,
                      GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{rows_of_output(params, tile), first_row,

@@ -30,6 +30,9 @@ struct FwdLaunch {
       status = is_ok(status) ? prepare_schedule() : status;
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
     }
+    if constexpr (Traits::kIsListed) {
+      status = is_ok(status) ? prepare_blocks() : status;
+    }
     if constexpr (Traits::kMostShares > 1) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Sharing>, Traits::kSmemBytes) : status;
     }
@@ -49,6 +52,9 @@ struct FwdLaunch {
       encode.keys(map_k, params.k, params.head_dim_qk, Traits::kTileN);
       encode.keys(map_v, params.v, params.head_dim_vo, Traits::kTileN);
       encode.queries(map_o, params.o, params.head_dim_vo, 64);  // a consumer warpgroup's rows
+      if constexpr (Traits::kIsListed) {
+        return is_ok(encode.status) ? launch_blocks(params, 0, stream) : encode.status;
+      }
       return encode.status;
     };
     return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
@@ -59,7 +65,10 @@ struct FwdLaunch {
           return;
         }
       }
-      if constexpr (!Traits::kShares) {
+      if constexpr (Traits::kIsListed) {
+        fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
+            params, ListedFwdScalars{scalars, params.blocks}, map_q, map_k, map_v, map_o);
+      } else if constexpr (!Traits::kShares) {
         fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
                                                                                           map_v, map_o);
       }

@@ -75,24 +75,40 @@ struct Load {
         }
       }();
       bool const late = Traits::kIsPacked ? draws_late<Traits::kTileN>(tile, scalars) : launch_late;
-      KeyVisits const visits = Shares<Traits>::visits(band, tile.block);
+      KeyVisits const visits = [&]() {
+        if constexpr (Traits::kIsListed) {
+          return visits_of_list(tile.masked, tile.total);
+        } else {
+          return Shares<Traits>::visits(band, tile.block);
+        }
+      }();
+      [[maybe_unused]] ListReader<Traits::kIsListed> entries(tile);
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
+        int block = visits.block(visit);
+        [[maybe_unused]] BlockEntry entry{};
+        if constexpr (Traits::kIsListed) {
+          entry = entries.take(visits.has(visits.next(visit)));
+          block = entry.block();
+        }
         if (late && visit == visits.last_but_one()) {
           storage.next_wanted.arrive();
         }
         storage.k_empty[k.stage].wait(k.parity ^ 1);
+        if constexpr (Traits::kIsListed) {
+          storage.entry[k.stage] = entry;
+        }
         storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
         load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
             map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
-            keys_at(tile, rows_apart_k, visits.block(visit) * Traits::kTileN, head));
+            keys_at(tile, rows_apart_k, block * Traits::kTileN, head));
         k.advance();
         if (v_pending) {
           load_v();
         }
         v_pending = true;
-        Rows const v_rows = keys_at(tile, rows_apart_v, visits.block(visit) * Traits::kTileN, head);
+        Rows const v_rows = keys_at(tile, rows_apart_v, block * Traits::kTileN, head);
         v_row = v_rows.row;
         v_head = v_rows.head;
         v_place = v_rows.place;
@@ -103,6 +119,16 @@ struct Load {
     }
     if (v_pending) {
       load_v();
+    }
+  }
+
+  // The record of the tile of an index.
+  CUTE_DEVICE static TileRecord record_of([[maybe_unused]] Scalars const& scalars, Scheduler const& scheduler,
+                                          int index) {
+    if constexpr (Traits::kIsListed) {
+      return listed_tile(scalars.lists, scheduler.tile(index));
+    } else {
+      return scheduler.tile(index);
     }
   }
 
@@ -128,7 +154,7 @@ struct Load {
     // Announces the tile of an index of the tile order. Whether another one may be announced before that tile is nearly
     // done.
     auto announce = [&](int buffer, int index) {
-      TileRecord const tile = scheduler.tile(index);
+      TileRecord const tile = record_of(scalars, scheduler, index);
       if (tile.valid()) {
         storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
         load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(

@@ -36,6 +36,9 @@ struct Mma {
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kShort = 8;  // blocks of a short tile
+  static constexpr bool kIsListed = Traits::kIsListed;
+  // Whether a warpgroup may pass over visits of its tile.
+  static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
 
   CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
                               Storage& storage, int consumer) {
@@ -70,6 +73,8 @@ struct Mma {
     RingPosition<Traits::kRecords> q;
     int m_block = -1;
     KeyVisits visits{0, 0, 0, 0};
+    [[maybe_unused]] int masked_entries = 0;  // of the next tile's list
+    [[maybe_unused]] int all_entries = 0;
 
     typename Traits::TileBand band = launch_band;
 
@@ -84,6 +89,10 @@ struct Mma {
         band.right_offset = __shfl_sync(0xffffffffU, band_of_next.right_offset, 0);
         band.seqlen_q = __shfl_sync(0xffffffffU, band_of_next.seqlen_q, 0);
         band.seqlen_kv = __shfl_sync(0xffffffffU, band_of_next.seqlen_kv, 0);
+      }
+      if constexpr (kIsListed) {
+        masked_entries = __shfl_sync(0xffffffffU, tile.masked, 0);
+        all_entries = __shfl_sync(0xffffffffU, tile.total, 0);
       }
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
@@ -106,6 +115,10 @@ struct Mma {
     // The visits that this warpgroup's rows need. The warpgroup passes over the tile's visits before them (the result)
     // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
+      if constexpr (kIsListed) {
+        visits = visits_of_list(masked_entries, all_entries);
+        return 0;
+      }
       KeyVisits const tile_visits = Shares<Traits>::visits(band, m_block);
       if constexpr (kMask == MaskClass::Full || Traits::kWays == 2) {
         visits = tile_visits;
@@ -134,7 +147,7 @@ struct Mma {
       }
     };
     auto skip_k = [&](int blocks) {
-      if constexpr (kMask != MaskClass::Full && Traits::kWays == 1) {
+      if constexpr (kSkips) {
         CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
           storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
@@ -146,7 +159,7 @@ struct Mma {
       }
     };
     auto skip_v = [&](int blocks) {
-      if constexpr (kMask != MaskClass::Full && Traits::kWays == 1) {
+      if constexpr (kSkips) {
         CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
           storage.v_full[v.stage + consumer * Traits::kFullsApart].wait(v.parity);
@@ -159,6 +172,11 @@ struct Mma {
     auto own_row = [&]() __attribute__((always_inline)) {
       int const thread = Traits::thread_index();
       return m_block * Traits::kTileM + consumer * Traits::kRowsApart + (thread / 32 % 4) * 16 + thread % 32 / 4;
+    };
+    // Where lists say what is masked: the keys of the block in a stage that this lane's rows keep.
+    auto listed_keys = [&](KeptBits<4>(&kept)[2], int tile, int stage) __attribute__((always_inline)) {
+      int const row = own_row();
+      kept_keys(kept, storage.entry[stage], storage.tile[tile].bits + row % kListedBlock * 16, band, row);
     };
     auto mask_block = [&](int visit) __attribute__((always_inline)) {
       apply_mask<kMask, Traits::kTileN>(tSrS, band, own_row(), 2 * (Traits::thread_index() % 4), visits.block(visit));
@@ -193,6 +211,15 @@ struct Mma {
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
       cap();
+      if constexpr (kIsListed) {
+        KeptBits<4> kept[2];
+        listed_keys(kept, q.stage, k.stage);
+        hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
+        release_k();
+        softmax.first_masked_block(tSrS, scalars.scale_log2,
+                                   {{cute::max(1, kept[0].count()), cute::max(1, kept[1].count())}});
+        return;
+      }
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
           (Traits::kIsPacked && band.seqlen_kv == 0)) {
         release_k();
@@ -222,6 +249,10 @@ struct Mma {
     // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
+      [[maybe_unused]] KeptBits<4> kept[2];
+      if constexpr (kIsListed && decltype(masked)::value) {
+        listed_keys(kept, q.stage, k.stage);
+      }
       Turns::wait(consumer);
       issue_scores();
       issue_output();
@@ -233,7 +264,11 @@ struct Mma {
       if constexpr (decltype(masked)::value) {
         constexpr float kUnmoved = -1.0F;  // no factor is negative
         rescale[0] = kUnmoved;
-        mask_block(visit);
+        if constexpr (kIsListed) {
+          hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
+        } else {
+          mask_block(visit);
+        }
         softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
           rescale[0] = factors[0];
           rescale[1] = factors[1];
@@ -301,7 +336,11 @@ struct Mma {
     while (true) {
       if (has_blocks) {
         int visit = visits.template next<Traits::kWays>(visits.first());
-        if constexpr (kMask != MaskClass::Full) {
+        if constexpr (kIsListed) {
+          for (; visits.on_right_edge(visit); visit = visits.next(visit)) {
+            step(std::true_type{}, visit);
+          }
+        } else if constexpr (kMask != MaskClass::Full) {
           // The right edge of 64 rows lies in two blocks at most. The first of them has been visited. Where two
           // warpgroups share the keys, the second was the other's. Rows that the edge kept from every key of the first
           // have no reference yet, and the masked step looks for one.
@@ -348,7 +387,8 @@ struct Mma {
       // the next tile's first scores are computed, this tile's O is handed over.
       // Two warpgroups keep the turn until both products are issued. Three pass it on between the two: each is faster
       // so. Where blocks may be skipped, turns are passed in those too.
-      constexpr bool kKeepsTurn = kMask == MaskClass::Full && Traits::kConsumers == 2 && !Traits::kScoresWait;
+      constexpr bool kKeepsTurn =
+          (kMask == MaskClass::Full || kIsListed) && Traits::kConsumers == 2 && !Traits::kScoresWait;
       if constexpr (Traits::kWritesOutput) {
         if (cute::elect_one_sync()) {
           storage.q_empty.arrive();

@@ -11,6 +11,7 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
+#include "sm90/fwd/listed.hpp"
 #include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -64,6 +65,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kTileM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3, "two or three consumer warpgroups");
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
+  // Whether lists in memory say which blocks a tile visits (listed.hpp).
+  static constexpr bool kIsListed = kMask == MaskClass::Blocks;
+  static_assert(!kIsListed || (kTileM == kListedBlock && kTileN == kListedBlock), "the lists are of such blocks");
   static_assert(kWays == 1 || kStages % 2 == 1, "every buffer goes from one warpgroup to the other");
 
   // All tiles of a row are slabs of so many columns (common/slab.hpp). A product reads whole slabs of V, so that a head
@@ -93,8 +97,8 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kRecords = kWritesOutput ? 3 : kBuffersQ;
 
   // 65536 registers: 512 a lane position over the warpgroups, in steps of 8.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput ? 40 : 24) : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput ? 232 : 240) : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput || kIsListed ? 40 : 24) : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? (kPacked || kWritesOutput || kIsListed ? 232 : 240) : 160;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
@@ -105,21 +109,22 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = kWays == 2;
-  static constexpr int kMostShares = kModified                                            ? 1
+  static constexpr int kMostShares = kModified || kIsListed                                            ? 1
                                      : kWays == 2                                         ? 4
                                      : kConsumers == 2 && kTileN == 128 && !kWritesOutput ? 8
                                                                                           : 1;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput);
+  static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput) && !kIsListed;
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
   // Above head dim 192 tiles leave little room.
   static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kModified>;
-  using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
-  using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
+  using Scalars =
+      std::conditional_t<kPacked, PackedFwdScalars, std::conditional_t<kIsListed, ListedFwdScalars, FwdScalars>>;
+  using TileRecord = std::conditional_t<kPacked, PackedTile, std::conditional_t<kIsListed, ListedTile, Tile>>;
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
   using TileBand = std::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
 
@@ -153,7 +158,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier q_empty;
   };
   struct Nothing {};
-  struct SharedStorage : TableStorage<kTableBytes>, std::conditional_t<kWritesOutput, OneBuffer, Nothing> {
+  struct SharedStorage : TableStorage<kTableBytes>,
+                         std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
+                         EntryStorage<kIsListed ? kStages : 0> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];

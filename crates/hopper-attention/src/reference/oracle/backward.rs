@@ -309,7 +309,8 @@ impl Exact<'_> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let place = [batch, head_kv];
-        let keys = Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| self.kept.keep(batch, head, query, key)));
+        let keys =
+            Tokens::of(dims.seqlen_kv, |key| queries.iter().any(|query| self.kept.keep(batch, head, query, key)));
         let pairs = queries.count * keys.count;
 
         let [mut scores, mut d_p, mut p, mut flat] = [(); 4].map(|()| vec![0.0; pairs]);

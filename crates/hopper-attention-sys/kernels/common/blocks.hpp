@@ -1,0 +1,208 @@
+// Lists of blocks: which blocks of 128 queries and 128 keys a mask of class Blocks keeps (BlockLists in params.rs).
+//
+// The caller's lists are device memory, in any order and with any contents. The launch's first kernels (blocks.cu) read
+// them, by the rule of BlockMask (the safe crate), and make lists of their own in the workspace. All other kernels read
+// those alone. Blocks that the mask's band hides are in none of them, and those that it cuts are marked.
+//
+// A forward's tile of queries has a list of *entries*, one for each block of keys that it visits: first those in which
+// pairs are masked, then the others. Where there are both, the first of the others counts as masked too: then each row
+// looks for its maximum in a block whose keys it has. A tile without a block has one entry that hides everything.
+//
+// A backward's tile of keys has a list for each query head: an entry for each block of queries (of tile_m, half a block
+// of the lists where these are 64) that visits it. The lists of a tile may all be empty.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "common/mask.hpp"
+#include "kernels.hpp"
+
+namespace hattn {
+
+constexpr int kListedBlock = 128;               // queries of a block, and keys
+constexpr int kBytesBits = 128 * 128 / 8;       // of a partial block
+constexpr int kMostListed = 1 << 14;            // blocks of queries, and of keys
+constexpr std::uint32_t kNotListed = ~0U;       // no entry
+constexpr std::uint32_t kEntryBits = 1U << 28;  // the bits of a partial block say which pairs are kept
+constexpr std::uint32_t kEntryEdges = 1U << 29;   // the mask's band cuts the block, or the keys end in it
+constexpr std::uint32_t kEntryNothing = 1U << 30;  // nothing is kept
+
+// An entry of a tile of queries: the block of keys, its place among the partial blocks of the caller's list, and marks.
+// In the matrix of a backward the number of the block's turn stands in place of the block (BlockLists::entries).
+struct BlockEntry {
+  std::uint32_t word;
+
+  CUTE_DEVICE static BlockEntry of(int block, int place, std::uint32_t marks) {
+    return {static_cast<std::uint32_t>(block) | static_cast<std::uint32_t>(place) << 14 | marks};
+  }
+  CUTE_DEVICE int block() const { return static_cast<int>(word & (kMostListed - 1)); }
+  CUTE_DEVICE int place() const { return static_cast<int>(word >> 14 & (kMostListed - 1)); }
+  CUTE_DEVICE bool has(std::uint32_t mark) const { return (word & mark) != 0; }
+};
+
+// An entry of a tile of keys: the block of queries with marks, and place and turn.
+struct alignas(8) QueryEntry {
+  std::uint32_t word;
+  std::uint32_t rest;
+
+  CUTE_DEVICE static QueryEntry of(int m_block, BlockEntry const& entry) {
+    return {static_cast<std::uint32_t>(m_block) | (entry.word & ~((1U << 28) - 1)),
+            static_cast<std::uint32_t>(entry.place()) | static_cast<std::uint32_t>(entry.block()) << 16};
+  }
+  CUTE_DEVICE int block() const { return static_cast<int>(word & ((1U << 28) - 1)); }
+  CUTE_DEVICE std::uint32_t marks() const { return word >> 28 << 28; }
+  CUTE_DEVICE int place() const { return static_cast<int>(rest & 0xffff); }
+  // How many tiles of keys come to the block of queries before this one, where they come in order.
+  CUTE_DEVICE int turn() const { return static_cast<int>(rest >> 16); }
+};
+
+// Which of the lists a batch entry and query head have.
+CUTE_DEVICE int list_of(BlockLists const& lists, int batch, int head) {
+  return (lists.batch == 1 ? 0 : batch) * lists.heads + (lists.heads == 1 ? 0 : head);
+}
+// The row of the lists of a block of 128 queries.
+CUTE_DEVICE int row_of_lists(BlockLists const& lists, int batch, int head, int q_block) {
+  return list_of(lists, batch, head) * lists.q_blocks + q_block;
+}
+// Masked entries of a row, and all.
+CUTE_DEVICE int2 counts_of_row(BlockLists const& lists, int row) {
+  return reinterpret_cast<int2 const*>(lists.counts)[row];
+}
+CUTE_DEVICE std::uint32_t const* entries_of_row(BlockLists const& lists, int row) {
+  return reinterpret_cast<std::uint32_t const*>(lists.entries) + static_cast<std::int64_t>(row) * lists.k_blocks;
+}
+// Where the list of a row lies in one of the caller's tensors.
+CUTE_DEVICE std::uint64_t given_list(BlockLists const& lists, TensorDesc const& tensor, int row) {
+  int const list = row / lists.q_blocks;
+  int const batch = list / lists.heads;
+  return tensor.address + 4 * (batch * tensor.stride_batch + (list - batch * lists.heads) * tensor.stride_head +
+                               (row - list * lists.q_blocks) * tensor.stride_row);
+}
+// The same in two steps, with fewer divisions.
+CUTE_DEVICE std::uint64_t given_bits(BlockLists const& lists, int batch, int head, int q_block) {
+  TensorDesc const& tensor = lists.mask_bits;
+  return tensor.address + 4 * ((lists.batch == 1 ? 0 : batch) * tensor.stride_batch +
+                               (lists.heads == 1 ? 0 : head) * tensor.stride_head + q_block * tensor.stride_row);
+}
+// Entries of a tile of keys, in a query head: how many, and the first.
+CUTE_DEVICE int key_count(BlockLists const& lists, int batch, int head, int n_block) {
+  return reinterpret_cast<int const*>(lists.key_counts)[list_of(lists, batch, head) * lists.k_blocks + n_block];
+}
+CUTE_DEVICE QueryEntry const* key_entries(BlockLists const& lists, int batch, int head, int n_block) {
+  std::int64_t const tile = list_of(lists, batch, head) * std::int64_t{lists.k_blocks} + n_block;
+  return reinterpret_cast<QueryEntry const*>(lists.key_entries) + tile * lists.m_blocks;
+}
+// The bits of a partial block with keys as rows.
+CUTE_DEVICE std::uint64_t key_bits(BlockLists const& lists, int row, int place) {
+  return lists.key_bits + (row * std::int64_t{lists.most_partial} + place) * kBytesBits;
+}
+
+// Bits [first, last] of a word, cut to it.
+CUTE_DEVICE std::uint32_t bits_between(int first, int last) {
+  int const begin = cute::max(first, 0);
+  int const end = cute::min(last + 1, 32);
+  std::uint32_t const below_end = end >= 32 ? ~0U : (1U << cute::max(end, 0)) - 1;
+  std::uint32_t const below_begin = begin >= 32 ? ~0U : (1U << begin) - 1;
+  return below_end & ~below_begin;
+}
+
+// Which of 32 * kWords keys a query keeps, or the other way round: bit j % 32 of word j / 32.
+template <int kWords>
+struct KeptBits {
+  std::uint32_t of[kWords];
+
+  CUTE_DEVICE void fill(std::uint32_t word) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      of[i] = word;
+    }
+  }
+  CUTE_DEVICE void load(std::uint64_t address) {
+    if constexpr (kWords == 4) {
+      uint4 const words = __ldg(reinterpret_cast<uint4 const*>(address));
+      of[0] = words.x;
+      of[1] = words.y;
+      of[2] = words.z;
+      of[3] = words.w;
+    } else {
+      static_assert(kWords == 2);
+      uint2 const words = __ldg(reinterpret_cast<uint2 const*>(address));
+      of[0] = words.x;
+      of[1] = words.y;
+    }
+  }
+  CUTE_DEVICE void keep_between(int first, int last) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      of[i] &= bits_between(first - 32 * i, last - 32 * i);
+    }
+  }
+  CUTE_DEVICE int count() const {
+    int count = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      count += __popc(of[i]);
+    }
+    return count;
+  }
+};
+
+// Writes `fill` over the scores of an m64 accumulator that a thread's two rows do not keep. `column` is the thread's
+// first column: element (c, r, i) is row r, column `8 i + column + c`.
+template <int kWords, class Scores>
+CUTE_DEVICE void hide_scores(Scores& scores, KeptBits<kWords> const (&kept)[2], int column, float fill) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    CUTE_UNROLL
+    for (int word = 0; word < kWords; ++word) {
+      std::uint32_t const own = kept[r].of[word] >> column;
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores(4 * (4 * word + j) + 2 * r + c);
+          score = (own >> (8 * j + c) & 1) != 0 ? score : fill;
+        }
+      }
+    }
+  }
+}
+
+// The keys of a block that two queries keep, `query` and `query + 8`. `bits`: of the first one's row of all partial
+// blocks of its list.
+CUTE_DEVICE void kept_keys(KeptBits<4> (&kept)[2], BlockEntry const& entry, std::uint64_t bits, Band const& band,
+                           int query) {
+  std::uint32_t const all = entry.has(kEntryNothing) ? 0U : ~0U;
+  kept[0].fill(all);
+  kept[1].fill(all);
+  if (entry.has(kEntryBits)) {
+    std::uint64_t const block = bits + static_cast<std::int64_t>(entry.place()) * kBytesBits;
+    kept[0].load(block);
+    kept[1].load(block + 8 * 16);
+  }
+  if (entry.has(kEntryEdges)) {
+    int const origin = entry.block() * kListedBlock;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const last = cute::min(band.seqlen_kv - 1, band.last_key<MaskClass::Window>(query + 8 * r));
+      kept[r].keep_between(band.first_key<MaskClass::Window>(query + 8 * r) - origin, last - origin);
+    }
+  }
+}
+
+// Loads the kernels of blocks.cu on the current device.
+Status prepare_blocks() noexcept;
+// Makes the lists of a launch, in stream order. `tile_m`: queries of a block that a backward visits. 0: of a forward.
+Status launch_blocks(BlockLists const& lists, Band const& band, int tile_m, CUstream_st* stream) noexcept;
+
+// The same from the parameters of a launch.
+template <class Params>
+Status launch_blocks(Params const& params, int tile_m, CUstream_st* stream) noexcept {
+  Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
+                  params.seqlen_q, params.seqlen_kv, params.edges};
+  return launch_blocks(params.blocks, band, tile_m, stream);
+}
+
+}  // namespace hattn
