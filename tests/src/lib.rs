@@ -6,6 +6,7 @@
 pub mod accuracy;
 pub mod allocations;
 pub mod backward;
+pub mod blocks;
 pub mod c;
 pub mod edges;
 pub mod fp8;

@@ -460,6 +460,7 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
         MaskClass::Full => 0,
         MaskClass::Causal => 1,
         MaskClass::Window => 2,
+        MaskClass::Blocks => 3,
         other => panic!("a mask class that the audit does not know: {other}"),
     };
     let shape = [mask, row.head_dim_qk(), row.head_dim_vo(), row.tile_m(), row.tile_n(), row.stages()];

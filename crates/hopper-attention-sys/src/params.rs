@@ -601,6 +601,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, DType, FwdParams, MaskClass, MaskEdges, Modifiers, QuantizeParams, QuantizeRowInfo,
+    Arch, BlockLists, BwdParams, DType, FwdParams, MaskClass, MaskEdges, Modifiers, QuantizeParams, QuantizeRowInfo,
     QuantizeTensor, RowInfo, Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };

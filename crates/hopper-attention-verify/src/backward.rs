@@ -5,6 +5,7 @@ use hopper_attention::reference::{
 };
 use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
+use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
 use crate::packing::{read, read_numbers, write};
@@ -36,6 +37,8 @@ pub struct Prepared<T> {
     pub d_lse: Option<Image<f32, 3>>,
     /// The attention sinks, where the case has any.
     pub sinks: Option<SinksImage>,
+    /// The lists of blocks, where the case has any.
+    pub blocks: Option<BlocksImage>,
     /// What must come out.
     pub expected: BackwardExpected,
 }
@@ -61,12 +64,25 @@ impl<T: Poison> Prepared<T> {
 
     /// The same of inputs that were changed before they are rounded: `edit` gets each.
     pub fn edited(case: &Case, edit: impl Fn(Input, &mut Tensor)) -> Self {
+        Self::made(case, case.block_lists(), edit)
+    }
+
+    /// The same with other lists of blocks, of the same form.
+    pub fn with_lists(case: &Case, blocks: Option<BlocksImage>) -> Self {
+        Self::made(case, blocks, |_, _| {})
+    }
+
+    fn made(case: &Case, blocks: Option<BlocksImage>, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let forward = case.problem(T::DTYPE);
         let options = BackwardProblem::builder(&forward).d_lse(case.lse).d_sinks(!case.sinks.is_none());
         let problem = options.build().expect("a type with gradients");
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let sink_values = sinks.as_ref().map(SinksImage::values);
-        let modifiers = Modifiers { sinks: sink_values.as_deref(), ..Modifiers::default() };
+        let modifiers = Modifiers {
+            sinks: sink_values.as_deref(),
+            blocks: blocks.as_ref().map(BlocksImage::borrowed),
+            ..Modifiers::default()
+        };
         let belonging = case.packing.belonging(&forward);
         let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
         let input = |input, shape| {
@@ -112,7 +128,7 @@ impl<T: Poison> Prepared<T> {
         let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false)).of_sequences(rows(0), 1);
         case.values.fill(&mut o);
         let lse = Image::holding(&plain.lse, numbers).of_sequences(rows(0), 2);
-        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks }
+        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks, blocks }
     }
 
     /// Outputs that were not written yet.
@@ -137,6 +153,9 @@ impl<T: Poison> Prepared<T> {
     pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> Args<'a> {
         let (q, kv) = (self.problem.forward().is_packed_q(), self.problem.forward().is_packed_kv());
         let mut args = self.case.packing.host_args(Args::new());
+        if let Some(blocks) = &self.blocks {
+            args = blocks.add_to(args);
+        }
         for (slot, image, packed) in [
             (Slot::Q, &self.q, q),
             (Slot::K, &self.k, kv),
@@ -202,6 +221,9 @@ impl<T: Poison> Prepared<T> {
         before.lse.check_unchanged(self.lse.data())?;
         if let Some((then, now)) = before.sinks.as_ref().zip(self.sinks.as_ref()) {
             now.check_unchanged(then)?;
+        }
+        if before.blocks != self.blocks {
+            return Err("the lists of blocks were changed".into());
         }
         match (&before.d_lse, &self.d_lse) {
             (Some(then), Some(now)) => then.check_unchanged(now.data()),

@@ -4,6 +4,7 @@ use std::fmt;
 
 use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask};
 
+use crate::blocks::{Blocks, BlocksImage};
 use crate::data::Values;
 use crate::layouts::Placement;
 use crate::packing::Packing;
@@ -34,6 +35,8 @@ pub struct Case {
     pub sinks: Sinks,
     /// The cap of the scores. 0 where there is none.
     pub softcap: f32,
+    /// Lists of blocks, beside the mask.
+    pub blocks: Blocks,
 }
 
 impl Case {
@@ -51,6 +54,7 @@ impl Case {
             packing: Packing::default(),
             sinks: Sinks::None,
             softcap: 0.0,
+            blocks: Blocks::None,
         }
     }
 
@@ -75,6 +79,18 @@ impl Case {
         self
     }
 
+    /// The same with lists of blocks.
+    #[must_use]
+    pub fn blocks(mut self, blocks: Blocks) -> Self {
+        self.blocks = blocks;
+        self
+    }
+
+    /// The lists of blocks, where there are any.
+    pub fn block_lists(&self) -> Option<BlocksImage> {
+        self.blocks.image(self.dims, self.seed)
+    }
+
     /// The library's problem.
     pub fn problem(&self, dtype: DType) -> ForwardProblem {
         self.options(dtype).build().expect("legal sizes and a legal scale")
@@ -83,7 +99,7 @@ impl Case {
     /// The library's problem, with options still to be chosen.
     pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
         let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse).softcap(self.softcap);
-        let options = self.packing.options(options);
+        let options = self.packing.options(options).block_mask(self.block_lists().map(|lists| lists.mask));
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),
             None => options,
@@ -97,7 +113,7 @@ impl Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks, softcap } = self;
+        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks, softcap, blocks } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
         if let Some(scale) = scale {
@@ -111,6 +127,9 @@ impl fmt::Display for Case {
         }
         if *softcap != 0.0 {
             write!(f, " softcap {softcap}")?;
+        }
+        if !blocks.is_none() {
+            write!(f, " blocks {blocks:?}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })

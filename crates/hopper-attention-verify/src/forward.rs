@@ -3,6 +3,7 @@
 use hopper_attention::reference::{Expected, Modifiers, Report, Tensor};
 use hopper_attention::{Args, DType, Device, ForwardProblem, Slot, Stream, Workspace};
 
+use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Image, Input, Poison};
 use crate::packing::{read, write, write_numbers};
@@ -24,6 +25,8 @@ pub struct Prepared<T> {
     pub v: Image<T, 4>,
     /// The attention sinks, where the case has any.
     pub sinks: Option<SinksImage>,
+    /// The lists of blocks, where the case has any.
+    pub blocks: Option<BlocksImage>,
     /// What must come out.
     pub expected: Expected,
 }
@@ -58,16 +61,21 @@ impl<T: Poison> Prepared<T> {
         let mut k = input(Input::K, problem.k_shape());
         let mut v = input(Input::V, problem.v_shape());
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
+        let blocks = case.block_lists();
         let expected = {
             let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
             let values = sinks.as_ref().map(SinksImage::values);
-            let modifiers = Modifiers { sinks: values.as_deref(), ..Modifiers::default() };
+            let modifiers = Modifiers {
+                sinks: values.as_deref(),
+                blocks: blocks.as_ref().map(BlocksImage::borrowed),
+                ..Modifiers::default()
+            };
             Expected::with(&problem, &case.packing.lengths(), inputs, modifiers, 1.0, None).expect("matching shapes")
         };
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
         }
-        Self { case: case.clone(), problem, q, k, v, sinks, expected }
+        Self { case: case.clone(), problem, q, k, v, sinks, blocks, expected }
     }
 
     /// Outputs that were not written yet.
@@ -88,6 +96,9 @@ impl<T: Poison> Prepared<T> {
         let mut args = self.case.packing.host_args(Args::new());
         if let Some(sinks) = &self.sinks {
             args = sinks.add_to(args);
+        }
+        if let Some(blocks) = &self.blocks {
+            args = blocks.add_to(args);
         }
         for (slot, image, packed) in [(Slot::Q, &self.q, q), (Slot::K, &self.k, kv), (Slot::V, &self.v, kv)] {
             args = read(args, slot, image.inner(), image.layout(), packed);
@@ -157,6 +168,9 @@ impl<T: Poison> Ready for Prepared<T> {
         }
         if let Some((before, after)) = before.sinks.as_ref().zip(self.sinks.as_ref()) {
             after.check_unchanged(before)?;
+        }
+        if before.blocks != self.blocks {
+            return Err("the lists of blocks were changed".into());
         }
         outputs.check_written()
     }

@@ -13,6 +13,7 @@ use hopper_attention::{
     bf16,
 };
 
+use crate::blocks::BlocksImage;
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
 use crate::packing::{Packing, without_batch};
@@ -143,6 +144,46 @@ impl SinksOnDevice {
     }
 }
 
+/// Lists of blocks of a case in device memory, guard bands included.
+pub struct BlocksOnDevice {
+    image: BlocksImage,
+    lists: Vec<(Slot, CudaSlice<i32>)>,
+}
+
+impl BlocksOnDevice {
+    /// Copies them.
+    pub fn new(stream: &Arc<CudaStream>, image: &BlocksImage) -> Self {
+        let up = |(slot, list): &(Slot, Vec<i32>)| (*slot, stream.clone_htod(list).expect("device memory"));
+        Self { image: image.clone(), lists: image.lists().iter().map(up).collect() }
+    }
+
+    /// Adds them to the arguments of a run.
+    pub fn add_to<'a>(&'a self, mut args: Args<'a>) -> Args<'a> {
+        let (counts, indices, words) = self.image.layouts();
+        for (slot, slice) in &self.lists {
+            args = match slot {
+                Slot::MaskBlockCnt | Slot::FullBlockCnt => args.read(*slot, read(slice, counts)),
+                Slot::MaskBits => args.read(*slot, read(slice, words)),
+                _ => args.read(*slot, read(slice, indices)),
+            };
+        }
+        args
+    }
+
+    /// Whether they are still what they were, guard bands included.
+    ///
+    /// # Errors
+    /// Where they are not.
+    pub fn check(&self, stream: &Arc<CudaStream>) -> std::result::Result<(), String> {
+        for ((slot, slice), (_, list)) in self.lists.iter().zip(self.image.lists()) {
+            if stream.clone_dtoh(slice).expect("a copy") != *list {
+                return Err(format!("{slot} was changed"));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
     /// Offsets and used lengths.
@@ -159,6 +200,8 @@ pub struct OnDevice<T> {
     pub lse: Option<CudaSlice<f32>>,
     /// The attention sinks, where there are any.
     pub sinks: Option<SinksOnDevice>,
+    /// The lists of blocks, where there are any.
+    pub blocks: Option<BlocksOnDevice>,
 }
 
 impl<T: Poison> OnDevice<T> {
@@ -174,6 +217,7 @@ impl<T: Poison> OnDevice<T> {
             o: up(&outputs.o),
             lse: outputs.lse.map(|lse| stream.clone_htod(lse.data()).expect("device memory")),
             sinks: prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks)),
+            blocks: prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks)),
         }
     }
 
@@ -192,6 +236,7 @@ impl<T: Poison> OnDevice<T> {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
         self.sinks = prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks));
+        self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
     }
 
     /// The arguments of a run.
@@ -202,6 +247,9 @@ impl<T: Poison> OnDevice<T> {
         let mut args = self.lists.add_to(Args::new());
         if let Some(sinks) = &self.sinks {
             args = sinks.add_to(args);
+        }
+        if let Some(blocks) = &self.blocks {
+            args = blocks.add_to(args);
         }
         args = given_read(args, Slot::Q, &self.q, prepared.q.layout(), q);
         args = given_read(args, Slot::K, &self.k, prepared.k.layout(), kv);
@@ -263,7 +311,7 @@ impl<T: Poison> OnDevice<T> {
         for (slice, image) in [(&self.q, &prepared.q), (&self.k, &prepared.k), (&self.v, &prepared.v)] {
             image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
         }
-        Ok(())
+        self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.check(stream))
     }
 }
 

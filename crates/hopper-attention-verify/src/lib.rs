@@ -7,6 +7,7 @@
 #![deny(missing_docs)]
 
 pub mod backward;
+pub mod blocks;
 pub mod case;
 pub mod data;
 pub mod forward;

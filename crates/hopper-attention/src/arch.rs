@@ -129,6 +129,8 @@ pub enum MaskClass {
     Causal,
     /// Masks that keep a band of keys around a diagonal.
     Window,
+    /// Block-sparse masks: lists of blocks, beside a mask of any other class.
+    Blocks,
 }
 
 impl fmt::Display for MaskClass {
@@ -137,6 +139,7 @@ impl fmt::Display for MaskClass {
             Self::Full => "full",
             Self::Causal => "causal",
             Self::Window => "window",
+            Self::Blocks => "blocks",
         })
     }
 }

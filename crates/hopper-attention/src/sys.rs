@@ -16,8 +16,8 @@ use crate::problem::ForwardProblem;
 use crate::scaling::Scaling;
 
 pub(crate) use ffi::{
-    BwdParams, FwdParams, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Sequences, TensorDesc,
-    bwd_rows, fwd_rows, quantize_rows,
+    BlockLists, BwdParams, FwdParams, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Sequences,
+    TensorDesc, bwd_rows, fwd_rows, quantize_rows,
 };
 
 /// Conversions between an enum of the cxx bridge and the enum of this crate, value by value. `None` for a value of the bridge
@@ -43,7 +43,7 @@ macro_rules! same_values {
 
 same_values! {
     arch, to_arch: ffi::Arch = Arch { Sm80, Sm90 }
-    mask_class, to_mask_class: ffi::MaskClass = MaskClass { Full, Causal, Window }
+    mask_class, to_mask_class: ffi::MaskClass = MaskClass { Full, Causal, Window, Blocks }
     scaling, to_scaling: ffi::Scaling = Scaling { PerTensor, PerHead, PerBlock }
     modifiers, to_modifiers: ffi::Modifiers = Modifiers { Never, Either, Always }
 }

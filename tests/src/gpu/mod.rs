@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
-    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, Float, KernelInfo, Layout, Result,
-    Stream, TensorMut, TensorRef, backward_kernels, kernels,
+    BackwardArgs, BackwardProblem, CudaDevice, DType, Device, Element, Error, Float, KernelInfo, Layout, MaskClass,
+    Result, Stream, TensorMut, TensorRef, backward_kernels, kernels,
 };
 use rayon::prelude::*;
 
@@ -54,9 +54,20 @@ impl Gpu {
         Stream::Cuda(self.stream.clone())
     }
 
-    /// The forward rows of 16-bit operands that this GPU runs.
+    /// The forward rows of 16-bit operands that this GPU runs, but those for lists of blocks.
     pub fn rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.dtype() != DType::E4M3 && !row.needs_modifiers()).collect()
+        let plain = |row: &KernelInfo| row.dtype() != DType::E4M3 && !row.needs_modifiers() && !is_listed(row);
+        self.running(kernels()).into_iter().filter(plain).collect()
+    }
+
+    /// The forward rows for lists of blocks.
+    pub fn listed_rows(&self) -> Vec<KernelInfo> {
+        self.running(kernels()).into_iter().filter(is_listed).collect()
+    }
+
+    /// The backward rows for lists of blocks.
+    pub fn listed_backward_rows(&self) -> Vec<KernelInfo> {
+        self.running(backward_kernels()).into_iter().filter(is_listed).collect()
     }
 
     /// Those that take modified scores.
@@ -69,9 +80,10 @@ impl Gpu {
         self.running(kernels()).into_iter().filter(|row| row.dtype() == DType::E4M3).collect()
     }
 
-    /// The backward rows that this GPU runs, but those for modified scores alone.
+    /// The backward rows that this GPU runs, but those for modified scores alone, and for lists of blocks.
     pub fn backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(|row| !row.needs_modifiers()).collect()
+        let plain = |row: &KernelInfo| !row.needs_modifiers() && !is_listed(row);
+        self.running(backward_kernels()).into_iter().filter(plain).collect()
     }
 
     /// The backward rows that this GPU runs, and that take modified scores.
@@ -96,6 +108,10 @@ impl Gpu {
             Err(_) => format!("CUDA {major}.{minor}"),
         }
     }
+}
+
+fn is_listed(row: &KernelInfo) -> bool {
+    row.mask() == MaskClass::Blocks
 }
 
 /// The plan of a row for a case; none where the row is of another mask class or of smaller head dims.

@@ -47,8 +47,8 @@ __device__ void take(int const* list, int count, int most, int k_blocks, bool fu
 }
 
 // A CTA has a row: the lists of one block of queries. Forward: writes its entries. Backward: a row of the matrix.
-__global__ void __launch_bounds__(kThreads) list_rows(__grid_constant__ BlockLists const lists,
-                                                      __grid_constant__ Band const band) {
+__global__ void __launch_bounds__(kThreads)
+    list_rows(__grid_constant__ BlockLists const lists, __grid_constant__ Band const band) {
   extern __shared__ int places[];
   __shared__ int totals[kWarps];
   int const row = static_cast<int>(blockIdx.x);
@@ -208,7 +208,7 @@ Status launch_blocks(BlockLists const& lists, Band const& band, int tile_m, CUst
   int const rows = of_lists * lists.q_blocks;
   list_rows<<<rows, kThreads, lists.k_blocks * sizeof(int), stream>>>(lists, band);
   if (lists.key_entries != 0) {
-    list_keys<<<of_lists * ((lists.k_blocks + 31) / 32), kThreads, 0, stream>>>(lists, kListedBlock / tile_m);
+    list_keys<<<of_lists*((lists.k_blocks + 31) / 32), kThreads, 0, stream>>>(lists, kListedBlock / tile_m);
     if (lists.most_partial > 0) {
       transpose_bits<<<rows * lists.most_partial, kThreads, 0, stream>>>(lists);
     }

@@ -21,12 +21,12 @@
 
 namespace hattn {
 
-constexpr int kListedBlock = 128;               // queries of a block, and keys
-constexpr int kBytesBits = 128 * 128 / 8;       // of a partial block
-constexpr int kMostListed = 1 << 14;            // blocks of queries, and of keys
-constexpr std::uint32_t kNotListed = ~0U;       // no entry
-constexpr std::uint32_t kEntryBits = 1U << 28;  // the bits of a partial block say which pairs are kept
-constexpr std::uint32_t kEntryEdges = 1U << 29;   // the mask's band cuts the block, or the keys end in it
+constexpr int kListedBlock = 128;                  // queries of a block, and keys
+constexpr int kBytesBits = 128 * 128 / 8;          // of a partial block
+constexpr int kMostListed = 1 << 14;               // blocks of queries, and of keys
+constexpr std::uint32_t kNotListed = ~0U;          // no entry
+constexpr std::uint32_t kEntryBits = 1U << 28;     // the bits of a partial block say which pairs are kept
+constexpr std::uint32_t kEntryEdges = 1U << 29;    // the mask's band cuts the block, or the keys end in it
 constexpr std::uint32_t kEntryNothing = 1U << 30;  // nothing is kept
 
 // An entry of a tile of queries: the block of keys, its place among the partial blocks of the caller's list, and marks.

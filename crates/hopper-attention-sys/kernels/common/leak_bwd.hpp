@@ -144,8 +144,8 @@ struct RepairGradients {
         return entry.word != kNotListed;
       }
       std::uint64_t const bits = given_bits(params.blocks, batch, head, query / kListedBlock) +
-                                 static_cast<std::int64_t>(entry.place()) * kBytesBits +
-                                 query % kListedBlock * 16 + key % kListedBlock / 32 * 4;
+                                 static_cast<std::int64_t>(entry.place()) * kBytesBits + query % kListedBlock * 16 +
+                                 key % kListedBlock / 32 * 4;
       return (*reinterpret_cast<std::uint32_t const*>(bits) >> key % 32 & 1) != 0;
     } else {
       return true;
@@ -298,8 +298,9 @@ struct RepairGradients {
     clear(sums);
     add_pairs<false>(
         query_rows(params.q, head), query_rows(params.d_o, head), query, key_rows(params.k, kv_head),
-        key_rows(params.v, kv_head), begin, end, [&](int key, float s, float d_p) { return weights_of(of_query, s, d_p, lists(head, query, key)); },
-        sums, unused);
+        key_rows(params.v, kv_head), begin, end,
+        [&](int key, float s, float d_p) { return weights_of(of_query, s, d_p, lists(head, query, key)); }, sums,
+        unused);
     replace(d_q, query, range, old, sums, params.softmax_scale);
   }
 
@@ -330,7 +331,8 @@ struct RepairGradients {
         if (any_infinite(old_k)) {
           make_nan(d_k, key, of_k, old_k);
         }
-        if (any_nan(old_v) && __any_sync(kAll, of_query.has_nan_lse() && chunk + lane < end && lists(head, query, key))) {
+        if (any_nan(old_v) &&
+            __any_sync(kAll, of_query.has_nan_lse() && chunk + lane < end && lists(head, query, key))) {
           make_nan(d_v, key, of_v, old_v);
         }
         // NaN in dO of these queries.

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
+use crate::blocks::Blocks;
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
@@ -41,8 +42,8 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_heads_kv(heads_kv)
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
             let packing = Packing::default();
-            let (seed, sinks, softcap) = (seed.into(), Sinks::None, 0.0);
-            Case { dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap }
+            let (seed, sinks, softcap, blocks) = (seed.into(), Sinks::None, 0.0, Blocks::None);
+            Case { dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap, blocks }
         },
     )
 }
@@ -85,6 +86,17 @@ pub fn packing() -> impl Strategy<Value = (Kind, usize)> {
 /// The sinks of a case: none in half of the cases.
 pub fn sinks() -> impl Strategy<Value = Sinks> {
     prop_oneof![1 => Just(Sinks::None), 1 => proptest::sample::select(Sinks::ALL.to_vec())]
+}
+
+/// The lists of blocks of a case: none in two of three cases. Give it to [`listed`].
+pub fn blocks() -> impl Strategy<Value = Blocks> {
+    prop_oneof![2 => Just(Blocks::None), 1 => proptest::sample::select(Blocks::ALL.to_vec())]
+}
+
+/// A case with lists of blocks, if it has no packed sequences and used lengths.
+#[must_use]
+pub fn listed(case: Case, blocks: Blocks) -> Case {
+    if case.packing.is_none() { case.blocks(blocks) } else { case }
 }
 
 /// The caps that are drawn. Models have 30 and 50.

@@ -6,6 +6,7 @@ use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling}
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use crate::blocks::Blocks;
 use crate::case::{Case, random};
 use crate::data::Values;
 use crate::layouts::Placement;
@@ -148,14 +149,25 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
-    let cases = (cases, random::softcap());
+    let cases = (cases, (random::softcap(), random::blocks()));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
-        move |((pass, dtype, arch, deterministic), (case, softcap), values, (scaling, half_scores, hadamard), last)| {
+        move |(
+            (pass, dtype, arch, deterministic),
+            (case, (softcap, blocks)),
+            values,
+            (scaling, half_scores, hadamard),
+            last,
+        )| {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
             // e4m3 operands have no cap.
             let mut case = if fp8 { case } else { random::capped(case, softcap) };
+            // Nor lists of blocks. Kernels have these without a cap, and up to head dim 128.
+            let kernels_have = case.softcap == 0.0 && case.dims.head_dim_qk.max(case.dims.head_dim_vo) <= 128;
+            if !fp8 && (!for_gpu || (kernels_have && arch != Some(Arch::Sm80))) {
+                case = random::listed(case, blocks);
+            }
             case.values = values.unwrap_or(case.values);
             if for_gpu && pass == Pass::Backward {
                 // Backward kernels have no head dims above 128.
@@ -222,6 +234,9 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "is_zero")]
     softcap: f32,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "Blocks::is_none")]
+    blocks: Blocks,
 }
 
 fn is_zero(softcap: &f32) -> bool {
@@ -275,6 +290,7 @@ impl From<Problem> for Record {
             packing: case.packing,
             sinks: case.sinks,
             softcap: case.softcap,
+            blocks: case.blocks,
         }
     }
 }
@@ -313,6 +329,7 @@ impl TryFrom<Record> for Problem {
             packing: record.packing,
             sinks: record.sinks,
             softcap: record.softcap,
+            blocks: record.blocks,
         };
         let problem = Self {
             pass: record.pass,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{Args, BackwardPlan, Layout, Slot, Stream, Workspace};
 
-use super::{Lists, SinksOnDevice, given_read, given_read_numbers, given_write, write};
+use super::{BlocksOnDevice, Lists, SinksOnDevice, given_read, given_read_numbers, given_write, write};
 use crate::backward::{Outputs, Prepared};
 use crate::data::{Image, Poison};
 
@@ -23,6 +23,8 @@ pub struct OnDevice<T> {
     pub outputs: [CudaSlice<T>; 3],
     /// The attention sinks and their gradient, where there are any.
     pub sinks: Option<(SinksOnDevice, CudaSlice<f32>)>,
+    /// The lists of blocks, where there are any.
+    pub blocks: Option<BlocksOnDevice>,
 }
 
 fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
@@ -43,6 +45,7 @@ impl<T: Poison> OnDevice<T> {
             lse: up(stream, &prepared.lse),
             d_lse: prepared.d_lse.as_ref().map(|d_lse| up(stream, d_lse)),
             outputs: [&d_q, &d_k, &d_v].map(|image| up(stream, image)),
+            blocks: prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks)),
             sinks: prepared
                 .sinks
                 .as_ref()
@@ -67,6 +70,7 @@ impl<T: Poison> OnDevice<T> {
         for (to, from) in self.inputs.iter_mut().zip(inputs(prepared)) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
+        self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
         stream.memcpy_htod(prepared.lse.data(), &mut self.lse).expect("a copy");
         if let (Some(to), Some(from)) = (&mut self.d_lse, &prepared.d_lse) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
@@ -80,6 +84,9 @@ impl<T: Poison> OnDevice<T> {
         let [packed_q, packed_kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| problem.forward().wants(slot));
         let slots = [Slot::Q, Slot::K, Slot::V, Slot::O, Slot::DO];
         let mut args = self.lists.add_to(Args::new());
+        if let Some(blocks) = &self.blocks {
+            args = blocks.add_to(args);
+        }
         for ((slice, image), slot) in self.inputs.iter().zip(inputs(prepared)).zip(slots) {
             let packed = if matches!(slot, Slot::K | Slot::V) { packed_kv } else { packed_q };
             args = given_read(args, slot, slice, image.layout(), packed);
@@ -159,6 +166,7 @@ impl<T: Poison> OnDevice<T> {
         if let Some(((slice, _), image)) = self.sinks.as_ref().zip(prepared.sinks.as_ref()) {
             slice.check(stream, image)?;
         }
+        self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.check(stream))?;
         match (&self.d_lse, &prepared.d_lse) {
             (Some(slice), Some(image)) => image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy")),
             _ => Ok(()),

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, edges, rows_of_sequences, sequences, small};
+use super::{KernelArgs, blocks, edges, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 #[cfg(feature = "cuda")]
 use crate::arch::Arch;
@@ -142,5 +142,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         d_sinks: operand(Slot::DSinks),
         softcap: problem.forward().softcap(),
         alibi: sys::TensorDesc::default(),
+        blocks: blocks(args, choice.lists.as_ref(), parts.lists)?,
     })
 }

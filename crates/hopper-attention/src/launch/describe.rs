@@ -57,6 +57,7 @@ pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelA
 
 fn descriptor(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     match slot.rank() {
+        _ if matches!(slot, Slot::MaskBlockIdx | Slot::FullBlockIdx | Slot::MaskBits) => list(slot, raw),
         MAX_RANK => moved_by_tma(slot, raw),
         _ => read_by_element(slot, raw),
     }
@@ -104,6 +105,24 @@ fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
         return Ok(Descriptor { address, stride_head: stride(0), ..Descriptor::default() });
     }
     Ok(Descriptor { address, stride_batch: stride(0), stride_head: stride(1), stride_row: stride(2) })
+}
+
+/// The descriptor of lists `[batch, heads, blocks of queries, elements]`. Kernels read an index at a time, and the bits of a query
+/// in 16 bytes. A dimension of size 1 gets stride 0: all batch entries or heads then share its lists.
+fn list(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
+    let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
+    let mut used = [0; 3];
+    if !raw.layout.is_empty() {
+        let is_bits = slot == Slot::MaskBits;
+        check_address(slot, raw, if is_bits { ALIGNMENT } else { raw.dtype.bytes() as u64 })?;
+        for (at, name) in ["batch", "heads", "blocks of queries"].into_iter().enumerate() {
+            if shape.get(at).is_some_and(|&size| size > 1) {
+                used[at] = if is_bits { check_stride(slot, name, strides[at], raw)? } else { strides[at] };
+            }
+        }
+    }
+    let [stride_batch, stride_head, stride_row] = used;
+    Ok(Descriptor { address: raw.address, stride_batch, stride_row, stride_head })
 }
 
 fn check_address(slot: Slot, raw: &RawTensor, alignment: u64) -> Result<()> {

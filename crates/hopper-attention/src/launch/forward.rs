@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, edges, rows_of_sequences, sequences, small};
+use super::{KernelArgs, blocks, edges, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
 use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
@@ -167,5 +167,6 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         softcap: problem.softcap(),
         alibi: sys::TensorDesc::default(),
         max_logits: sys::TensorDesc::default(),
+        blocks: blocks(args, choice.lists.as_ref(), parts.lists)?,
     })
 }

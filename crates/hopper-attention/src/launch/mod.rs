@@ -248,6 +248,38 @@ fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size:
     }
 }
 
+/// The lists of a block-sparse mask, and where kernels make their own of them.
+#[cfg(feature = "cuda")]
+fn blocks(
+    args: &KernelArgs,
+    lists: Option<&crate::plan::Lists>,
+    parts: Option<crate::plan::ListParts>,
+) -> Result<crate::sys::BlockLists> {
+    let (Some(lists), Some(parts)) = (lists, parts) else { return Ok(crate::sys::BlockLists::default()) };
+    let operand = |slot| args.get(slot).into();
+    let is_backward = lists.m_blocks > 0;
+    let part = |offset: usize| args.workspace + offset as u64;
+    let of_backward = |offset| if is_backward { part(offset) } else { 0 };
+    Ok(crate::sys::BlockLists {
+        mask_block_cnt: operand(Slot::MaskBlockCnt),
+        mask_block_idx: operand(Slot::MaskBlockIdx),
+        mask_bits: operand(Slot::MaskBits),
+        full_block_cnt: operand(Slot::FullBlockCnt),
+        full_block_idx: operand(Slot::FullBlockIdx),
+        batch: small("lists per batch entry", lists.shape[0])?,
+        heads: small("lists per head", lists.shape[1])?,
+        q_blocks: small("blocks of queries", lists.q_blocks)?,
+        k_blocks: small("blocks of keys", lists.k_blocks)?,
+        m_blocks: small("blocks of queries", lists.m_blocks)?,
+        most_partial: small("partial blocks", lists.most_partial)?,
+        counts: part(parts.counts),
+        entries: part(parts.entries),
+        key_counts: of_backward(parts.key_counts),
+        key_entries: of_backward(parts.key_entries),
+        key_bits: of_backward(parts.key_bits),
+    })
+}
+
 /// An operand that the checks have found to be given, so that the error never occurs.
 fn required<T>(slot: Slot, operand: Option<T>) -> Result<T> {
     let missing = || Error::Value { what: slot.name(), got: "missing".into(), allowed: "the operand".into() };

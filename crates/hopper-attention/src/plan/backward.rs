@@ -16,6 +16,7 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
+use super::lists::{ListParts, Lists};
 use super::packed::{Packed, table_bytes};
 use super::schedule::{
     BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, PACKED_GROUP_BYTES, groups, groups_in_turns, groups_of_shares,
@@ -109,6 +110,8 @@ pub struct BackwardChoice {
     pub blocks: usize,
     /// The sizes where the kernels read lengths of sequences from memory. `None`: all sequences have the problem's lengths.
     pub packed: Option<Packed>,
+    /// The lists of a block-sparse mask. The launch's first kernels make the kernel's own of the caller's, in the workspace.
+    pub lists: Option<Lists>,
     /// Number of query heads.
     pub heads_q: usize,
 }
@@ -131,6 +134,8 @@ pub(crate) struct Parts {
     pub key_sums: usize,
     /// The table of sequences. `None` where the plan knows their lengths.
     pub table: Option<usize>,
+    /// The lists of a block-sparse mask, where there are any.
+    pub lists: Option<ListParts>,
     /// The size of the workspace.
     pub end: usize,
 }
@@ -172,7 +177,9 @@ impl BackwardChoice {
         let key_sums = part(copies * cut * key_sums_bytes(kernel));
         let table_of = |packed: Packed| table_bytes(packed.sequences, packed.list_size, packed.block_list_size);
         let table = self.packed.map(|packed| part(table_of(packed)));
-        Parts { leak_flag: COUNTER_BYTES / 2, statistics, sums, progress, share_list, key_sums, table, end }
+        let lists = self.lists.map(|lists| lists.parts(end));
+        end = lists.map_or(end, |lists| lists.end);
+        Parts { leak_flag: COUNTER_BYTES / 2, statistics, sums, progress, share_list, key_sums, table, lists, end }
     }
 }
 
@@ -248,7 +255,9 @@ fn select_cut(
     let multiprocessors = multiprocessors(problem.forward(), gpu, &kernel)?;
     let group = dims.heads_q / dims.heads_kv.max(1);
     let bytes = bytes_of_kv_head(&dims, &kernel, dims.seqlen_q);
-    let cut = if is_persistent(&kernel) {
+    let lists = Lists::of(problem.forward(), Some(kernel.tile_m))?;
+    // The steps of a tile with lists are known on the device alone.
+    let cut = if is_persistent(&kernel) && lists.is_none() {
         let work = Work {
             steps: shares::steps(&kernel, dims, bounds),
             group,
@@ -307,6 +316,7 @@ fn select_cut(
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
         packed: None,
+        lists,
         heads_q: dims.heads_q,
     })
 }
@@ -360,6 +370,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
         turns,
         blocks: packed.sum_blocks * dims.heads_q,
         packed: Some(packed),
+        lists: None,
         heads_q: dims.heads_q,
     })
 }

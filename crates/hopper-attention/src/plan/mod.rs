@@ -6,6 +6,7 @@
 //! - `key_shares.rs`: how many CTAs share a tile of a forward pass, and how long that takes.
 //! - `shares.rs`: into how many shares a backward pass cuts its tiles.
 //! - `schedule.rs`: what both schedules share: multiprocessors, groups of heads, mask bounds.
+//! - `lists.rs`: the lists of a block-sparse mask.
 //! - `quantize.rs`: the same for the quantiser, which has one kernel for each source type.
 //! - `tuning.rs`: measurements that replace the built-in choice.
 //! - `target.rs`: the device that a plan was made for.
@@ -14,6 +15,7 @@ mod backward;
 mod fitting;
 mod forward;
 mod key_shares;
+mod lists;
 mod packed;
 mod quantize;
 mod schedule;
@@ -25,6 +27,8 @@ mod tuning;
 pub use backward::{BackwardChoice, BackwardPlan, select_backward};
 pub use fitting::mask_class;
 pub use forward::ForwardPlan;
+#[cfg_attr(not(feature = "cuda"), allow(unused_imports, reason = "read by the launch"))]
+pub(crate) use lists::{ListParts, Lists};
 pub(crate) use quantize::QuantizeChoice;
 pub use quantize::QuantizePlan;
 pub use schedule::Bounds;

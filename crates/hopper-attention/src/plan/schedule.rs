@@ -209,6 +209,7 @@ pub(super) fn write_keys(f: &mut fmt::Formatter<'_>, mask: MaskClass, bounds: &B
     let Bounds { diagonal_offset: offset, window_left: left, window_right: right, step, prefix } = *bounds;
     match mask {
         MaskClass::Full => return Ok(()),
+        MaskClass::Blocks => return write!(f, ", blocks of lists"),
         MaskClass::Causal => return write!(f, ", keys to {offset:+}{right:+}"),
         MaskClass::Window if left == UNBOUNDED => write!(f, ", keys to {offset:+}{right:+}")?,
         MaskClass::Window if right == UNBOUNDED => write!(f, ", keys from {offset:+}{:+}", -left)?,

@@ -15,6 +15,7 @@ use std::fmt;
 
 use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::{Work, is_wide};
+use super::lists::{ListParts, Lists};
 use super::packed::{most_tiles, table_bytes, typical_dims};
 use super::schedule::{Bounds, HEADS_PER_GROUP, groups, is_persistent, multiprocessors, resident, small, write_keys};
 use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
@@ -101,6 +102,8 @@ pub struct Choice {
     /// One more kernel then runs first. It makes a table of the sequences and their tiles in the workspace
     /// (`hopper-attention-sys/kernels/common/sequences.hpp`), from which CTAs take theirs: they draw them on sm90.
     pub packed: Option<i32>,
+    /// The lists of a block-sparse mask. The launch's first kernel makes the kernel's own of the caller's, in the workspace.
+    pub lists: Option<Lists>,
     /// Whether a measurement chose the kernel, and not the built-in ranking. See [`Tuning`](super::Tuning).
     pub tuned: bool,
     /// The kernel that is launched after this one. There is one exactly where this kernel sums scores in f16.
@@ -305,6 +308,7 @@ fn schedule(
         split_tiles: if tile_counter { split_tiles(&kernel, tiles, grid, dims.seqlen_kv) } else { 0 },
         padding: small(m_tiles * kernel.tile_m - dims.seqlen_q),
         packed: None,
+        lists: Lists::of(problem, None)?,
         tuned: false,
         fallback,
     })
@@ -333,6 +337,7 @@ fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelIn
         split_tiles: 0,
         padding: 0,
         packed: Some(small(dims.batch)),
+        lists: None,
         tuned: false,
         fallback: None,
     })
@@ -357,6 +362,7 @@ fn split_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> 
 /// CTAs draw tiles             counter: 4 bytes
 /// CTAs draw and split tiles   counter: 16 bytes | partial sums: grid * split_bytes
 /// lengths are in memory       the table of sequences and their tiles (table_bytes)
+/// there are lists of blocks   counter: 16 bytes | the kernel's own lists (`lists.rs`)
 /// there is a fallback         RangeCheck: 16 bytes | a word for each CTA: 4 * grid, rounded up to 16 | partial sums, if split
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -369,6 +375,8 @@ pub(crate) struct Parts {
     pub table: Option<usize>,
     /// The `RangeCheck`, whose first two words are those counters. `None` where there is no fallback.
     pub range_check: Option<usize>,
+    /// The lists of a block-sparse mask, where there are any.
+    pub lists: Option<ListParts>,
     /// The size of the workspace.
     pub end: usize,
 }
@@ -383,6 +391,7 @@ impl Choice {
     /// - 0 where CTAs do not draw tiles, 4 where they do;
     /// - 544 on an H100 where there is a fallback;
     /// - where the kernel reads lengths from memory, some 50 for each sequence and 4 for each tile of a head;
+    /// - where there are lists of blocks, some 4 for each block of them;
     /// - where tiles are split, also `split_bytes` of the kernel for each CTA (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
@@ -393,7 +402,19 @@ impl Choice {
         let tile_counter = self.tile_counter.then_some(0);
         if let Some(batch) = self.packed {
             let end = table_bytes(batch as usize, self.m_tiles as usize, 0); // Never below 0.
-            return Parts { tile_counter, fallback_counter: None, table: Some(0), range_check: None, end };
+            return Parts { tile_counter, fallback_counter: None, table: Some(0), range_check: None, lists: None, end };
+        }
+        if let Some(lists) = &self.lists {
+            let lists = lists.parts(HEADER_BYTES);
+            let end = lists.end;
+            return Parts {
+                tile_counter,
+                fallback_counter: None,
+                table: None,
+                range_check: None,
+                lists: Some(lists),
+                end,
+            };
         }
         let Some(fallback) = &self.fallback else {
             let end = match (self.tile_counter, self.split_tiles) {
@@ -401,7 +422,7 @@ impl Choice {
                 (true, 0) => COUNTER_BYTES,
                 _ => HEADER_BYTES + grid * self.kernel.split_bytes,
             };
-            return Parts { tile_counter, fallback_counter: None, table: None, range_check: None, end };
+            return Parts { tile_counter, fallback_counter: None, table: None, range_check: None, lists: None, end };
         };
         let range_check = HEADER_BYTES + (RANGE_WORD_BYTES * grid).next_multiple_of(16);
         Parts {
@@ -409,6 +430,7 @@ impl Choice {
             fallback_counter: fallback.tile_counter.then_some(COUNTER_BYTES),
             table: None,
             range_check: Some(0),
+            lists: None,
             end: range_check + if self.split_tiles > 0 { grid * self.kernel.split_bytes } else { 0 },
         }
     }

@@ -5,8 +5,8 @@
 #include "common/prepare.hpp"
 #include "sm90/bwd/traits.hpp"
 
-// Each for the row's kernels, and for the one that packs. Rows of class Blocks have none that packs, and a kernel of their
-// own after the backward kernel.
+// Each for the row's kernels, and for the one that packs. Rows of class Blocks have none that packs, and a kernel of
+// their own after the backward kernel.
 #define HATTN_BWD_SM90_PREPARE(dtype, mask, ...) HATTN_BWD_SM90_PREPARE_##mask(dtype, mask, __VA_ARGS__)
 #define HATTN_BWD_SM90_PREPARE_BAND(...)                            \
   HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, __VA_ARGS__) \

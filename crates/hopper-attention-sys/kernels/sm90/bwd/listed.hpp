@@ -1,9 +1,9 @@
-// What a backward of class Blocks has beside the others: tiles of keys with lists of the blocks of queries that visit them
-// (common/blocks.hpp).
+// What a backward of class Blocks has beside the others: tiles of keys with lists of the blocks of queries that visit
+// them (common/blocks.hpp).
 //
 // A tile's steps are the entries of its list in each query head of its group, one head after the other. The producers'
-// warps walk the lists, each for itself. Warp 0 puts beside the Q of a block what consumers have to know of it: they walk
-// nothing. A tile without entries has no steps, and is left out: the kernel before writes zeros as its dK and dV.
+// warps walk the lists, each for itself. Warp 0 puts beside the Q of a block what consumers have to know of it: they
+// walk nothing. A tile without entries has no steps, and is left out: the kernel before writes zeros as its dK and dV.
 #pragma once
 
 #include "common/blocks.hpp"
@@ -70,8 +70,8 @@ CUTE_DEVICE void write_listed_shares(BwdParams const& params, int thread, int th
     for (int head = tile.head * group; head < (tile.head + 1) * group; ++head) {
       steps += key_count(params.blocks, tile.batch, head, tile.block);
     }
-    reinterpret_cast<TileShare*>(params.share_list)[i] = {tile.block, tile.head, tile.batch, steps,
-                                                          tile.head * group, 0,  -1,         0};
+    reinterpret_cast<TileShare*>(params.share_list)[i] = {tile.block,        tile.head, tile.batch, steps,
+                                                          tile.head * group, 0,         -1,         0};
   }
 }
 

@@ -67,23 +67,22 @@ struct BwdLoad {
       storage.k_empty[k.stage].arrive();
       if constexpr (Traits::kIsListed) {
         walk_lists(params, scalars, tile, ring, use);
-        done();
-        continue;
-      }
-      QueryVisits visits = QueryVisits::blocks_of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
-      visits.start = tile.start;
-      int head = tile.head_q;
-      int blocks = (tile.batch * scalars.heads_q + head) * scalars.m_blocks;
-      int visit = tile.visit;
-      CUTE_NO_UNROLL
-      for (int left = tile.steps; left > 0; --left) {
-        int const m = visits.block(visit);
-        use(ring, blocks + m, m, head, tile);
-        ring.advance();
-        visit = visits.next(visit);
-        if (visits.is_first(visit)) {
-          ++head;
-          blocks += scalars.m_blocks;
+      } else {
+        QueryVisits visits = QueryVisits::blocks_of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, tile.block);
+        visits.start = tile.start;
+        int head = tile.head_q;
+        int blocks = (tile.batch * scalars.heads_q + head) * scalars.m_blocks;
+        int visit = tile.visit;
+        CUTE_NO_UNROLL
+        for (int left = tile.steps; left > 0; --left) {
+          int const m = visits.block(visit);
+          use(ring, blocks + m, m, head, tile);
+          ring.advance();
+          visit = visits.next(visit);
+          if (visits.is_first(visit)) {
+            ++head;
+            blocks += scalars.m_blocks;
+          }
         }
       }
       done();

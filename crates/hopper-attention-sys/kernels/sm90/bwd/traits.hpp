@@ -195,8 +195,8 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Of dQ: a half of each consumer warpgroup.
   static constexpr int kSlotsQ = 2;
 
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = kIsListed ? 40 : 24;
+  static constexpr int kConsumerRegisters = kIsListed ? 232 : 240;
   // A CTA is never granted more registers than it was launched with.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 

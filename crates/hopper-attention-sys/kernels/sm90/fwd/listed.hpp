@@ -1,8 +1,8 @@
 // What a forward of class Blocks has beside the others: tiles with a list of the blocks of keys that they visit
 // (common/blocks.hpp).
 //
-// Warp 1 of the producers looks up the list of a tile when it draws the tile. Warp 0 walks the list, and puts the entry of
-// each block beside its K. Consumers read the entries of masked blocks alone, and their bits in memory.
+// Warp 1 of the producers looks up the list of a tile when it draws the tile. Warp 0 walks the list, and puts the entry
+// of each block beside its K. Consumers read the entries of masked blocks alone, and their bits in memory.
 #pragma once
 
 #include "common/barrier.hpp"

@@ -109,7 +109,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = kWays == 2;
-  static constexpr int kMostShares = kModified || kIsListed                                            ? 1
+  static constexpr int kMostShares = kModified || kIsListed                               ? 1
                                      : kWays == 2                                         ? 4
                                      : kConsumers == 2 && kTileN == 128 && !kWritesOutput ? 8
                                                                                           : 1;
