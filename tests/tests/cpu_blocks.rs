@@ -74,12 +74,12 @@ const MISTAKES: [Mistake; 5] = [
 #[test]
 fn wrong_lists_are_noticed() {
     // Seeds with lists of full blocks, and more than one block of each kind.
-    let case = (0..).map(|seed| Case { seed, ..Case::new(400, 900, 64, Mask::Full) }.blocks(Blocks::Random(90)));
+    let mut seeds = (0..).map(|seed| Case { seed, ..Case::new(400, 900, 64, Mask::Full) }.blocks(Blocks::Random(90)));
     let fits = |case: &Case| {
         let lists = case.block_lists().unwrap();
         lists.mask.has_full_blocks() && lists.inner(Slot::MaskBlockCnt).iter().all(|&count| count > 1)
     };
-    let case = case.filter(fits).next().unwrap();
+    let case = seeds.find(fits).unwrap();
     let prepared = Prepared::<bf16>::new(&case);
     let [q, k, v] = &prepared.tensors();
     let lists = prepared.blocks.clone().unwrap();

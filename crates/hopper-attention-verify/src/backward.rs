@@ -78,11 +78,7 @@ impl<T: Poison> Prepared<T> {
         let problem = options.build().expect("a type with gradients");
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let sink_values = sinks.as_ref().map(SinksImage::values);
-        let modifiers = Modifiers {
-            sinks: sink_values.as_deref(),
-            blocks: blocks.as_ref().map(BlocksImage::borrowed),
-            ..Modifiers::default()
-        };
+        let modifiers = Modifiers { sinks: sink_values.as_deref(), blocks: blocks.as_ref().map(BlocksImage::borrowed) };
         let belonging = case.packing.belonging(&forward);
         let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
         let input = |input, shape| {

@@ -65,11 +65,7 @@ impl<T: Poison> Prepared<T> {
         let expected = {
             let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
             let values = sinks.as_ref().map(SinksImage::values);
-            let modifiers = Modifiers {
-                sinks: values.as_deref(),
-                blocks: blocks.as_ref().map(BlocksImage::borrowed),
-                ..Modifiers::default()
-            };
+            let modifiers = Modifiers { sinks: values.as_deref(), blocks: blocks.as_ref().map(BlocksImage::borrowed) };
             Expected::with(&problem, &case.packing.lengths(), inputs, modifiers, 1.0, None).expect("matching shapes")
         };
         for image in [&mut q, &mut k, &mut v] {

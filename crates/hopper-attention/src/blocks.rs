@@ -166,14 +166,14 @@ impl BlockTable {
 }
 
 /// The entries of a list that count.
-fn listed<'a>(
+fn listed(
     slot: Slot,
     count: i32,
-    list: &'a [i32],
+    list: &[i32],
     most: usize,
     place: [usize; 3],
     on_wrong: impl Fn(Error) -> Result<()>,
-) -> Result<&'a [i32]> {
+) -> Result<&[i32]> {
     let clamped = usize::try_from(count).unwrap_or(0).min(most).min(list.len());
     if i64::from(count) != clamped as i64 {
         let (got, allowed) = (format!("{count} at {place:?}"), format!("0 to {}", most.min(list.len())));

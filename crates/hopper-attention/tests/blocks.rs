@@ -201,7 +201,7 @@ fn both_passes_keep_the_tolerance_at_every_density() {
         // Blocks of a density, some of them partial.
         let keep = |[b, h, q, k]: [usize; 4]| {
             let of_block = percent([b, h + 100, q / MASK_BLOCK, k / MASK_BLOCK]);
-            of_block < density && (of_block % 3 != 0 || percent([b, h, q, k]) < 60)
+            of_block < density && (!of_block.is_multiple_of(3) || percent([b, h, q, k]) < 60)
         };
         let lists = Lists::of(DIMS, i % 2 == 0, i != 1, i != 3, keep);
         let mask = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(30))][i % 3];

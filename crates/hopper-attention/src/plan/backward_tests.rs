@@ -233,6 +233,7 @@ fn the_workspace_has_its_parts_one_after_the_other() {
         share_list: list,
         key_sums: after,
         table: None,
+        lists: None,
         end: list + 24 * 8 * 32,
     };
     assert_eq!(whole.parts(), parts);

@@ -601,6 +601,28 @@ fn more_tiles_than_a_kernel_counts_are_refused() {
     assert!(refused(&of(most + 1), &H100, &table()).contains("below 2^31 - 2^20 tiles"));
 }
 
+/// Lists of blocks have rows of their own, whatever the mask beside them is, and a place in the workspace.
+#[test]
+fn lists_of_blocks_take_rows_of_their_class() {
+    let mask = crate::problem::BlockMask::new(2).per_head(true).full_blocks(true);
+    for beside in [Mask::Full, Mask::causal(), Mask::window(Some(5), None), Mask::chunked(70), Mask::prefix(9)] {
+        let listed = problem(DIMS, beside).to_builder().block_mask(Some(mask)).build().unwrap();
+        assert_eq!(mask_class(&listed), MaskClass::Blocks);
+        let text = "unsupported: mask class blocks for bf16; nearest: full, causal, window";
+        assert_eq!(refused(&listed, &H100, &table()), text);
+        let mut rows = table();
+        rows.push(row(rows.len() as u32, MaskClass::Blocks, 128, 128));
+        let choice = select(&listed, &H100, &rows).unwrap();
+        assert_eq!((choice.kernel.mask, choice.shares, choice.tile_counter), (MaskClass::Blocks, 1, true));
+        let lists = choice.parts().lists.unwrap();
+        // 8 blocks of queries of 16 heads, each with 24 blocks of keys.
+        assert_eq!((lists.counts, lists.entries, lists.end), (16, 16 + 8 * 128, 16 + 8 * 128 + 4 * 128 * 24));
+        assert_eq!(choice.workspace_bytes(), lists.end);
+        assert!(choice.to_string().ends_with("drawn order, blocks of lists"), "{choice}");
+        assert_eq!(select(&problem(DIMS, beside), &H100, &rows).unwrap().lists, None);
+    }
+}
+
 fn masks() -> impl Strategy<Value = Mask> {
     let corner = || prop_oneof![Just(Corner::BottomRight), Just(Corner::TopLeft)];
     let bound = || proptest::option::of(prop_oneof![0usize..40, Just(usize::MAX)]);
@@ -631,6 +653,7 @@ proptest! {
                     MaskClass::Full => true,
                     MaskClass::Causal => kv32 <= to,
                     MaskClass::Window => from <= kv32 && kv32 <= to,
+                    MaskClass::Blocks => unreachable!("no problem here has lists"),
                 };
                 prop_assert_eq!(kept, mask.keep(q, kv, seqlen_q, seqlen_kv), "{} q {} kv {}", choice, q, kv);
             }
