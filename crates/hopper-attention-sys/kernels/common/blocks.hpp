@@ -170,26 +170,19 @@ CUTE_DEVICE void hide_scores(Scores& scores, KeptBits<kWords> const (&kept)[2], 
   }
 }
 
-// The keys of a block that two queries keep, `query` and `query + 8`. `bits`: of the first one's row of all partial
-// blocks of its list.
-CUTE_DEVICE void kept_keys(KeptBits<4> (&kept)[2], BlockEntry const& entry, std::uint64_t bits, Band const& band,
-                           int query) {
-  std::uint32_t const all = entry.has(kEntryNothing) ? 0U : ~0U;
-  kept[0].fill(all);
-  kept[1].fill(all);
+// The keys of a block that a query keeps. `bits`: of its row, in the first partial block of its list.
+CUTE_DEVICE KeptBits<4> kept_keys(BlockEntry const& entry, std::uint64_t bits, Band const& band, int query) {
+  KeptBits<4> kept;
+  kept.fill(entry.has(kEntryNothing) ? 0U : ~0U);
   if (entry.has(kEntryBits)) {
-    std::uint64_t const block = bits + static_cast<std::int64_t>(entry.place()) * kBytesBits;
-    kept[0].load(block);
-    kept[1].load(block + 8 * 16);
+    kept.load(bits + static_cast<std::int64_t>(entry.place()) * kBytesBits);
   }
   if (entry.has(kEntryEdges)) {
     int const origin = entry.block() * kListedBlock;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      int const last = cute::min(band.seqlen_kv - 1, band.last_key<MaskClass::Window>(query + 8 * r));
-      kept[r].keep_between(band.first_key<MaskClass::Window>(query + 8 * r) - origin, last - origin);
-    }
+    int const last = cute::min(band.seqlen_kv - 1, band.last_key<MaskClass::Window>(query));
+    kept.keep_between(band.first_key<MaskClass::Window>(query) - origin, last - origin);
   }
+  return kept;
 }
 
 // Loads the kernels of blocks.cu on the current device.

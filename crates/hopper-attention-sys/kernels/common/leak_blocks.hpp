@@ -30,12 +30,11 @@ struct BlockLeaks {
       CUTE_NO_UNROLL
       for (int i = 0; i < count; ++i) {
         BlockEntry const entry{entries[i]};
-        KeptBits<4> kept[2];
-        kept_keys(kept, entry, bits, band, query);
+        KeptBits<4> const kept = kept_keys(entry, bits, band, query);
         CUTE_UNROLL
         for (int word = 0; word < 4; ++word) {
-          if (kept[0].of[word] != 0) {
-            use(entry.block() * kListedBlock + 32 * word, kept[0].of[word]);
+          if (kept.of[word] != 0) {
+            use(entry.block() * kListedBlock + 32 * word, kept.of[word]);
           }
         }
       }

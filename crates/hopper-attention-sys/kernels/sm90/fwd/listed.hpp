@@ -11,7 +11,8 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 
-namespace hattn::sm90 {
+namespace hattn {
+namespace sm90 {
 
 struct ListedFwdScalars : FwdScalars {
   BlockLists lists;
@@ -76,4 +77,12 @@ struct EntryStorage {
 template <>
 struct EntryStorage<0> {};
 
-}  // namespace hattn::sm90
+}  // namespace sm90
+
+// Whether the tile after this one is drawn late (tile_scheduler.hpp): not after one of few blocks.
+template <int kTileN, class Scalars>
+CUTE_DEVICE bool draws_late(sm90::ListedTile const& tile, Scalars const&) {
+  return tile.total > 4;
+}
+
+}  // namespace hattn

@@ -21,6 +21,8 @@ struct Load {
   using Scheduler = typename Traits::Scheduler;
   using TileRecord = typename Traits::TileRecord;
   using Rows = std::conditional_t<Traits::kIsPacked, PackedRows, DenseRows>;
+  // Whether each tile says when the one after it is drawn.
+  static constexpr bool kDrawsByTile = Traits::kIsPacked || Traits::kIsListed;
 
   // The warpgroup that the next block is for, of two that share the keys. Else 0.
   template <class Position>
@@ -74,7 +76,7 @@ struct Load {
           return launch_band;
         }
       }();
-      bool const late = Traits::kIsPacked ? draws_late<Traits::kTileN>(tile, scalars) : launch_late;
+      bool const late = kDrawsByTile ? draws_late<Traits::kTileN>(tile, scalars) : launch_late;
       KeyVisits const visits = [&]() {
         if constexpr (Traits::kIsListed) {
           return visits_of_list(tile.masked, tile.total);
@@ -163,7 +165,7 @@ struct Load {
       }
       storage.tile[buffer] = tile;
       storage.tile_full[buffer].arrive();
-      if constexpr (Traits::kIsPacked) {
+      if constexpr (kDrawsByTile) {
         return tile.valid() && !draws_late<Traits::kTileN>(tile, scalars);
       } else {
         return true;
@@ -186,8 +188,8 @@ struct Load {
       // The buffer may be written again (or the CTA may end) once the copy engine has read it.
       cute::tma_store_wait<0>();
     };
-    if constexpr (Traits::kIsPacked) {
-      draw_packed(scalars, scheduler, storage, announce, store);
+    if constexpr (kDrawsByTile) {
+      draw_by_tile(scalars, scheduler, storage, announce, store);
       return;
     } else {
       draw_dense(scalars, scheduler, storage, announce, store);
@@ -268,11 +270,11 @@ struct Load {
     }
   }
 
-  // Draws tiles of sequences of all lengths. After a tile of few keys the next one is drawn as soon as there is a
-  // buffer, after another one when it is nearly done.
+  // Draws tiles of all lengths: of packed sequences, or with lists of blocks. After a tile of few keys the next one is
+  // drawn as soon as there is a buffer, after another one when it is nearly done.
   template <class Announce, class Store>
-  CUTE_DEVICE static void draw_packed(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
-                                      Announce const& announce, Store const& store) {
+  CUTE_DEVICE static void draw_by_tile(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
+                                       Announce const& announce, Store const& store) {
     RingPosition<Traits::kBuffersQ> q;
     std::uint32_t parity = 0;
     int next = 0;           // the buffer of the next tile that is announced
@@ -289,7 +291,7 @@ struct Load {
         ++ahead;
         continue;
       }
-      PackedTile const tile = storage.tile[q.stage];
+      TileRecord const tile = storage.tile[q.stage];
       if (!tile.valid()) {
         break;
       }
