@@ -18,7 +18,7 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
         let sinks = sinks(tensors)?;
-        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let modifiers = Modifiers { sinks: sinks.as_deref(), ..Modifiers::default() };
         let expected = Expected::with(problem, &lengths(tensors), [&q, &k, &v], modifiers, 1.0, Some(told))?;
         anyhow::Ok(expected.check(&o, Some(&lse))?)
     })?;
@@ -31,7 +31,7 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
         let sinks = sinks(tensors)?;
-        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let modifiers = Modifiers { sinks: sinks.as_deref(), ..Modifiers::default() };
         let exact = oracle(problem, &lengths(tensors), [&q, &k, &v], modifiers)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
@@ -55,7 +55,7 @@ pub fn judge_gradients(
         let d_lse = tensors.get(&Slot::DLse).map(Values::wide).transpose()?;
         let inputs = [&q, &k, &v, &d_o];
         let (lengths, sinks) = (lengths(tensors), sinks(tensors)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let modifiers = Modifiers { sinks: sinks.as_deref(), ..Modifiers::default() };
         let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
         let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
         let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;

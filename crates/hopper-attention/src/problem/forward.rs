@@ -2,10 +2,12 @@
 
 use std::fmt;
 
+use super::alibi::AlibiSlopes;
 use super::dims::Dims;
 use super::fp8::Fp8;
 use super::packing::{LENGTHS, Packing, batch_of};
 use super::scale::{self, Scale};
+use super::{alibi, max_logits};
 use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -14,7 +16,8 @@ use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::{Rows, Scaling};
 
 /// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options. With a
-/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask.
+/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask, and with
+/// [`alibi`](ForwardProblemBuilder::alibi) they then fall with the distance of query and key.
 ///
 /// A problem holds numbers and no memory. It is checked when it is built. It does not depend on a device. It implements
 /// `Eq` and `Hash`, so that a program can keep a map from problems to plans.
@@ -44,6 +47,8 @@ pub struct ForwardProblem {
     fp8: Option<Fp8>,
     /// The element type of the attention sinks. `None` where there are none.
     pub(super) sinks: Option<DType>,
+    /// Which ALiBi slopes there are. `None` where there are none.
+    pub(super) alibi: Option<AlibiSlopes>,
 }
 
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
@@ -65,6 +70,8 @@ pub struct ForwardProblemBuilder {
     half_scores: bool,
     /// The element type of the attention sinks, where they were asked for.
     pub(super) sinks: DType,
+    /// Which ALiBi slopes there are, where they were asked for.
+    pub(super) alibi: AlibiSlopes,
 }
 
 impl ForwardProblemBuilder {
@@ -83,8 +90,9 @@ impl ForwardProblemBuilder {
         self.operand(Slot::Lse, wanted)
     }
 
-    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`, and
-    /// `operand(Slot::Sinks, true)` the same as `sinks(DType::F32)`.
+    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`,
+    /// `operand(Slot::Sinks, true)` the same as `sinks(DType::F32)`, and `operand(Slot::AlibiSlopes, true)` the same as
+    /// `alibi(AlibiSlopes::PerHead)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
@@ -239,7 +247,7 @@ impl ForwardProblemBuilder {
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
     /// sinks are not f32 or bf16.
     ///
-    /// [`Error::Unsupported`]: a softcap with e4m3 operands.
+    /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -259,11 +267,14 @@ impl ForwardProblemBuilder {
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
         let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = LENGTHS;
-        let optional = [Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, Slot::Sinks];
-        asked_for.check_among(&optional)?;
+        let lengths = [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv];
+        let others = [Slot::Lse, Slot::Amax, Slot::Sinks, Slot::AlibiSlopes, Slot::MaxLogits];
+        asked_for.check_among(&[&others[..2], &lengths[..], &others[2..]].concat())?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         let softcap = scale::softcap(softcap, softmax_scale, dtype)?;
+        let alibi = alibi::checked(asked_for, self.alibi, dtype)?;
+        max_logits::check(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);
         Ok(ForwardProblem {
             dtype,
@@ -277,6 +288,7 @@ impl ForwardProblemBuilder {
             packing,
             fp8,
             sinks,
+            alibi,
         })
     }
 }
@@ -298,6 +310,7 @@ impl ForwardProblem {
             scaling: None,
             half_scores: false,
             sinks: DType::F32,
+            alibi: AlibiSlopes::default(),
         }
     }
 
@@ -317,6 +330,7 @@ impl ForwardProblem {
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
             sinks: self.sinks.unwrap_or(DType::F32),
+            alibi: self.alibi.unwrap_or_default(),
         }
     }
 
@@ -343,6 +357,9 @@ impl ForwardProblem {
             seqused_q,
             seqused_kv,
             self.sinks_operand().when(self.wants(Slot::Sinks), "sinks"),
+            self.alibi_operand(),
+            Operand::write(Slot::MaxLogits, DType::F32, [self.dims.heads_q])
+                .when(self.wants_max_logits(), "max_logits"),
         ])
     }
 
@@ -504,7 +521,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -516,7 +533,9 @@ impl ForwardProblem {
             d.head_dim_qk,
             d.head_dim_vo,
             self.mask,
-            self.softcap_text()
+            self.softcap_text(),
+            self.alibi_text(),
+            if self.wants_max_logits() { " max_logits" } else { "" }
         )
     }
 }
