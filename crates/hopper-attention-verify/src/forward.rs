@@ -86,11 +86,10 @@ impl<T: Poison> Prepared<T> {
         Outputs {
             o: o.of_sequences(rows, 1),
             lse: self.problem.wants_lse().then(|| Image::poisoned(lse).of_sequences(rows, 2)),
-            max_logits: self.problem.wants_max_logits().then(|| {
-                // Not side by side.
-                let layout = Layout::with_strides([self.case.dims.heads_q], [3]).expect("a short list");
-                Image::poisoned(layout)
-            }),
+            max_logits: self
+                .problem
+                .wants_max_logits()
+                .then(|| Image::poisoned(Layout::contiguous([self.case.dims.heads_q]).expect("a short list"))),
         }
     }
 

@@ -249,7 +249,7 @@ impl<T: Poison> OnDevice<T> {
             args = alibi.add_to(args);
         }
         if let Some(max_logits) = &mut self.max_logits {
-            let layout = Layout::with_strides([prepared.case.dims.heads_q], [3]).expect("a short list");
+            let layout = Layout::contiguous([prepared.case.dims.heads_q]).expect("a short list");
             args = args.write(Slot::MaxLogits, write(max_logits, layout));
         }
         args = given_read(args, Slot::Q, &self.q, prepared.q.layout(), q);

@@ -458,7 +458,7 @@ fn packed_sequences() {
         let report = expected.check_with(&tensor, Some(&widened(&lse)), &widened(&max_logits)).unwrap();
         assert!(report.passed(), "{packed}: {report}");
         // The last sequence by itself has the same bits.
-        let alone = options(DType::F32, Dims { batch: 1, seqlen_q: 5, seqlen_kv: 5, ..dims }, mask);
+        let alone = options(DType::F32, dims.with_batch(1).with_seqlen_q(5).with_seqlen_kv(5), mask);
         let alone = alone.alibi(AlibiSlopes::PerHead).build().unwrap();
         let own = slopes[slopes.len() - 4..].to_vec();
         let case = Case::of(

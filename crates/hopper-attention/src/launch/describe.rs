@@ -219,17 +219,17 @@ mod tests {
         let sinks = raw(0x102, DType::BF16, Layout::contiguous([4]).unwrap());
         let found = described(Slot::Sinks, sinks).unwrap();
         assert_eq!(found, Descriptor { address: 0x102, stride_head: 1, ..Default::default() });
-        let strided = |shape, strides| Layout::with_strides(shape, strides).unwrap();
-        let max_logits = raw(0x104, DType::F32, strided([4], [3]));
+        let strided = |stride| Layout::with_strides([4], [stride]).unwrap();
+        let max_logits = raw(0x104, DType::F32, strided(1));
         let found = described(Slot::MaxLogits, max_logits).unwrap();
-        assert_eq!(found, Descriptor { address: 0x104, stride_head: 3, ..Default::default() });
+        assert_eq!(found, Descriptor { address: 0x104, stride_head: 1, ..Default::default() });
         // All batches share them, or each has its own.
-        let slopes = raw(0x104, DType::F32, strided([4], [3]));
+        let slopes = raw(0x104, DType::F32, strided(1));
         let found = described(Slot::AlibiSlopes, slopes).unwrap();
-        assert_eq!(found, Descriptor { address: 0x104, stride_head: 3, ..Default::default() });
-        let slopes = raw(0x104, DType::F32, Layout::with_strides([2, 4], [20, 3]).unwrap());
+        assert_eq!(found, Descriptor { address: 0x104, stride_head: 1, ..Default::default() });
+        let slopes = raw(0x104, DType::F32, Layout::with_strides([2, 4], [20, 1]).unwrap());
         let found = described(Slot::AlibiSlopes, slopes).unwrap();
-        assert_eq!(found, Descriptor { address: 0x104, stride_batch: 20, stride_head: 3, stride_row: 0 });
+        assert_eq!(found, Descriptor { address: 0x104, stride_batch: 20, stride_head: 1, stride_row: 0 });
     }
 
     #[test]

@@ -695,7 +695,8 @@ mod tests {
         let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
         assert_eq!(
             text,
-            "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks"
+            "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks, alibi_slopes, \
+             max_logits"
         );
     }
 
@@ -706,10 +707,10 @@ mod tests {
             |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
         let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
         assert_eq!(presence(&plain)[..4], [Required; 4]);
-        assert_eq!(presence(&plain)[4..], [Refused; 11]);
+        assert_eq!(presence(&plain)[4..], [Refused; 13]);
         let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
         assert_eq!(presence(&fp8)[..10], [Required; 10]);
-        assert_eq!(presence(&fp8)[10..], [Refused; 5]);
+        assert_eq!(presence(&fp8)[10..], [Refused; 7]);
         let row = |slot| *fp8.operands().find(slot).unwrap();
         assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
     }
