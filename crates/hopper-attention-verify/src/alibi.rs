@@ -12,6 +12,11 @@ use serde::{Deserialize, Serialize};
 use crate::data::Image;
 use crate::packing::without_batch;
 
+/// The slopes that models have: `2^(-8 h / heads)` of head `h`, from 1 on.
+pub fn standard(heads: usize) -> impl Iterator<Item = f64> {
+    (1..=heads).map(move |head| (-8.0 * head as f64 / heads as f64).exp2())
+}
+
 /// What the ALiBi slopes of a case hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -54,8 +59,7 @@ impl Alibi {
     pub fn image(self, batch: usize, heads: usize, seed: u64) -> Option<AlibiImage> {
         let per_batch = self.option()? == AlibiSlopes::PerBatch;
         let mut rng = StdRng::seed_from_u64(seed ^ 0xa11b_1000);
-        let mut slope = |batch: usize, head: usize| {
-            let standard = (-8.0 * (head + 1) as f64 / heads as f64).exp2();
+        let mut slope = |batch: usize, head: usize, standard: f64| {
             let normal: f64 = rng.sample(StandardNormal);
             match self {
                 Self::None => 0.0,
@@ -67,8 +71,9 @@ impl Alibi {
             }
         };
         let batches = if per_batch { batch } else { 1 };
-        let places = (0..batches).flat_map(|batch| (0..heads).map(move |head| (batch, head)));
-        let values: Vec<f64> = places.map(|(batch, head)| slope(batch, head)).collect();
+        let places =
+            (0..batches).flat_map(|batch| standard(heads).enumerate().map(move |(head, of)| (batch, head, of)));
+        let values: Vec<f64> = places.map(|(batch, head, standard)| slope(batch, head, standard)).collect();
         let layout = Layout::contiguous([batches, heads]).expect("a short list");
         Some(AlibiImage { image: Image::holding(&values, layout), per_batch })
     }
