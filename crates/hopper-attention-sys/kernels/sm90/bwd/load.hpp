@@ -8,6 +8,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/alibi.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/start.hpp"
@@ -132,6 +133,11 @@ struct BwdLoad {
                                  CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
+      if constexpr (Traits::kModifiers == Modifiers::Always) {
+        if (has_alibi(params)) {
+          storage.modifiers.slope[ring.stage] = alibi_slope(params.alibi, tile.batch, head, scalars.scale_log2);
+        }
+      }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
       if constexpr (Traits::kIsPacked) {

@@ -15,11 +15,12 @@
 // issued.
 //
 // Rows for modified scores (common/softcap.hpp, common/alibi.hpp) have S without the LSE, which threads subtract from
-// what the cap makes of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
+// what the modifiers make of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
 #pragma once
 
 #include <cfloat>
 
+#include "common/alibi.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
 #include "common/memory.hpp"
@@ -160,9 +161,43 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // Where scores are capped: P of a block goes to its operand, and P (1 - t^2) is left in tS. kNear: of scores that
-    // are all near, or masked.
-    auto cap_block = [&](auto near) __attribute__((always_inline)) {
+    // Rows for modified scores. The slope of the block's query head.
+    auto slope_of_block = [&]() __attribute__((always_inline)) {
+      float slope = 0.0F;
+      if constexpr (kModified) {
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(slope)
+                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.slope[ring.stage]))
+                     : "memory");
+      }
+      return slope;
+    };
+    // How far the thread's first key is behind the diagonal of its first query, and the warpgroup's.
+    auto first_distance = [&](int row, int column) __attribute__((always_inline)) {
+      int diagonal = params.diagonal_offset;
+      if constexpr (Traits::kIsPacked) {
+        diagonal = diagonal_of(params, band);
+      }
+      return n_block * kN + row - visits.block(visit) * kM - column - diagonal;
+    };
+    auto distance_of_thread = [&]() __attribute__((always_inline)) {
+      int const thread = thread_in_group_anew(thread_in_group);
+      return first_distance(warp_row(thread) + thread % 32 / 4, 2 * (thread % 4));
+    };
+    // What becomes of scores: nothing (they have a bias, if any), or the cap. Then they are all near (or masked), or of
+    // any size, or they get a bias, too.
+    enum class Form { Plain, Near, Far, FarWithBias };
+    // P of a block goes to its operand, and P (1 - t^2) is left in tS.
+    auto modified_block = [&](auto form) __attribute__((always_inline)) {
+      constexpr Form kForm = decltype(form)::value;
+      float slope = 0.0F;
+      float first[2] = {0.0F, 0.0F};
+      if constexpr (kForm == Form::FarWithBias) {
+        slope = slope_of_block();
+        int const distance = distance_of_thread();
+        first[0] = static_cast<float>(distance);
+        first[1] = static_cast<float>(distance + 8);
+      }
       auto const* const statistics = storage.statistics[ring.stage] + 2 * (thread_in_group_anew(thread_in_group) % 4);
       CUTE_UNROLL
       for (int i = 0; i < kM / 8; ++i) {
@@ -179,8 +214,15 @@ struct BwdMma {
           for (int c = 0; c < 2; ++c) {
             float& score = tS(4 * i + 2 * r + c);
             bool const masked = score == kMasked;
-            CappedScore const capped = near ? CappedScore::near(masked ? 0.0F : score, scalars.softcap)
-                                            : CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            CappedScore capped{score, 1.0F};
+            if constexpr (kForm == Form::Near) {
+              capped = CappedScore::near(masked ? 0.0F : score, scalars.softcap);
+            } else if constexpr (kForm != Form::Plain) {
+              capped = CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            }
+            if constexpr (kForm == Form::FarWithBias) {
+              capped.t = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, capped.t);
+            }
             p[c] = exp2_approx(fmaf(capped.t, scalars.scale_log2, minus_lse[c]));
             p[c] = masked ? 0.0F : p[c];
             score = p[c] * capped.slope;
@@ -193,7 +235,12 @@ struct BwdMma {
     auto exponentials = [&]() __attribute__((always_inline)) {
       bool near = false;
       if constexpr (kModified) {
-        near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+        if (scalars.softcap.caps()) {
+          near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+        } else if (has_alibi(params)) {
+          add_alibi<kM>(tS, slope_of_block(), distance_of_thread(),
+                        alibi_side<64, kM>(first_distance(consumer * 64, 0)));
+        }
       }
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
@@ -202,10 +249,18 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
       if constexpr (kModified) {
-        if (near) {
-          cap_block(std::true_type{});
+        // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+        if (Traits::kIsPacked && has_alibi(params) && (m_block + 1) * kM > band.seqlen_q) {
+          hide_queries(tS, band.seqlen_q - m_block * kM - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
+        }
+        if (!scalars.softcap.caps()) {
+          modified_block(std::integral_constant<Form, Form::Plain>{});
+        } else if (has_alibi(params)) {
+          modified_block(std::integral_constant<Form, Form::FarWithBias>{});
+        } else if (near) {
+          modified_block(std::integral_constant<Form, Form::Near>{});
         } else {
-          cap_block(std::false_type{});
+          modified_block(std::integral_constant<Form, Form::Far>{});
         }
         return;
       }

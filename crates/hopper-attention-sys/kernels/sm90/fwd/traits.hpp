@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/barrier.hpp"
+#include "common/max_logits.hpp"
 #include "common/row.hpp"
 #include "common/slab.hpp"
 #include "common/thread.hpp"
@@ -153,6 +154,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier q_empty;
   };
   struct Nothing {};
+  // Of rows for modified scores.
+  struct OfModifiers {
+    float slope[kRecords];                  // of ALiBi, of each tile (common/alibi.hpp)
+    LargestScores largest[4 * kConsumers];  // of each warp (common/max_logits.hpp)
+  };
   struct SharedStorage : TableStorage<kTableBytes>, std::conditional_t<kWritesOutput, OneBuffer, Nothing> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
@@ -166,6 +172,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier k_empty[kStages];
     Mbarrier v_full[kFulls];
     Mbarrier v_empty[kStages];
+    std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
