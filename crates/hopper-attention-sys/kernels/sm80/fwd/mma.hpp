@@ -225,7 +225,7 @@ struct Mma {
         // Where scores are capped, the softmax has tanh in their place.
         auto cap = [&]() {
           if (__builtin_expect(scalars.softcap.caps(), false)) {
-            cap_any(scores, scalars.softcap);
+            cap_any<8>(scores, scalars.softcap);
           }
         };
         cap();

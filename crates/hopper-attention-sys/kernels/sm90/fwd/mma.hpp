@@ -180,14 +180,14 @@ struct Mma {
     // In rows for capped scores, what follows a product with K has tanh in their place.
     auto cap = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kCaps == Caps::Always) {
-        cap_scores<Traits::kLooksForNear>(tSrS, scalars.softcap);
+        cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
       }
     };
     // The K that it reads must not have been released.
     auto recompute_scores = [&]() {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
       if constexpr (Traits::kCaps == Caps::Always) {
-        cap_any(tSrS, scalars.softcap);
+        cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
       }
     };
     // A tile's first block: the diagonal's, or the ragged last one.
