@@ -234,7 +234,7 @@ struct Mma {
         auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
         auto modify = [&]() {
           if (__builtin_expect(scalars.softcap.caps(), false)) {
-            cap_any(scores, scalars.softcap);
+            cap_any<8>(scores, scalars.softcap);
           }
           if (__builtin_expect(has_alibi(params), false)) {
             int const distance =

@@ -225,7 +225,7 @@ struct Mma {
     auto modify = [&](int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {
-          cap_scores<Traits::kLooksForNear>(tSrS, scalars.softcap);
+          cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
         add_bias(visit);
       }
@@ -244,7 +244,7 @@ struct Mma {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {
-          cap_any(tSrS, scalars.softcap);
+          cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
         add_bias(visit);
       }

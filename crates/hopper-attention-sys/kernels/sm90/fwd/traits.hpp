@@ -100,8 +100,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // Whether capped scores are looked at (common/softcap.hpp). Above head dim 128 there are no registers for it, and a
-  // block's products leave time for the special functions. Nor are there in two more kernels.
-  static constexpr bool kLooksForNear = !kWritesOutput && !(kPacked && kMask == MaskClass::Window && kHeadDimQK > 64);
+  // block's products leave time for the special functions. Nor are there with a window above head dim 64.
+  static constexpr bool kLooksForNear = !kWritesOutput && !(kMask == MaskClass::Window && kHeadDimQK > 64);
+  // Scores that are capped at a time.
+  static constexpr int kCapsAtATime = kScoresWait ? 4 : 8;
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
