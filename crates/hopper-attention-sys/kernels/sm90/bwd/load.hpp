@@ -8,7 +8,6 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/alibi.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/start.hpp"
@@ -134,9 +133,7 @@ struct BwdLoad {
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
       if constexpr (Traits::kModifiers == Modifiers::Always) {
-        if (has_alibi(params)) {
-          storage.modifiers.slope[ring.stage] = alibi_slope(params.alibi, tile.batch, head, scalars.scale_log2);
-        }
+        storage.modifiers.head[ring.stage] = head;
       }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);

@@ -161,16 +161,18 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // Rows for modified scores. The slope of the block's query head.
+    // Rows for modified scores. The slope of the block's query head. (The loading lane has no registers for it.)
     auto slope_of_block = [&]() __attribute__((always_inline)) {
-      float slope = 0.0F;
       if constexpr (kModified) {
-        asm volatile("ld.shared.f32 %0, [%1];"
-                     : "=f"(slope)
-                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.slope[ring.stage]))
+        int head;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(head)
+                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.head[ring.stage]))
                      : "memory");
+        return alibi_slope(params.alibi, storage.tile[k.stage].batch, head, scalars.scale_log2);
+      } else {
+        return 0.0F;
       }
-      return slope;
     };
     // How far the thread's first key is behind the diagonal of its first query, and the warpgroup's.
     auto first_distance = [&](int row, int column) __attribute__((always_inline)) {
@@ -202,6 +204,9 @@ struct BwdMma {
       CUTE_UNROLL
       for (int i = 0; i < kM / 8; ++i) {
         float minus_lse[2];
+        if (kForm == Form::FarWithBias && i > 0) {
+          slope = factor_after(tS(4 * i - 1), slope);  // or ptxas begins with all of them, and spills
+        }
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           uint2 const words = *reinterpret_cast<uint2 const*>(&statistics[8 * i + c]);
@@ -231,31 +236,33 @@ struct BwdMma {
         }
       }
     };
-    // P of a block, from its scores.
-    auto exponentials = [&]() __attribute__((always_inline)) {
-      bool near = false;
-      if constexpr (kModified) {
-        if (scalars.softcap.caps()) {
-          near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
-        } else if (has_alibi(params)) {
-          add_alibi<kM>(tS, slope_of_block(), distance_of_thread(),
-                        alibi_side<64, kM>(first_distance(consumer * 64, 0)));
-        }
-      }
+    auto mask_scores = [&]() __attribute__((always_inline)) {
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
+      // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+      if (kModified && Traits::kIsPacked && has_alibi(params) && (m_block + 1) * kM > band.seqlen_q) {
+        hide_queries(tS, band.seqlen_q - m_block * kM - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
+      }
+    };
+    // P of a block, from its scores.
+    auto exponentials = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
-        // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
-        if (Traits::kIsPacked && has_alibi(params) && (m_block + 1) * kM > band.seqlen_q) {
-          hide_queries(tS, band.seqlen_q - m_block * kM - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
-        }
         if (!scalars.softcap.caps()) {
+          if (has_alibi(params)) {
+            add_alibi<kM>(tS, slope_of_block(), distance_of_thread(),
+                          alibi_side<64, kM>(first_distance(consumer * 64, 0)));
+          }
+          mask_scores();
           modified_block(std::integral_constant<Form, Form::Plain>{});
-        } else if (has_alibi(params)) {
+          return;
+        }
+        bool const near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+        mask_scores();
+        if (has_alibi(params)) {
           modified_block(std::integral_constant<Form, Form::FarWithBias>{});
         } else if (near) {
           modified_block(std::integral_constant<Form, Form::Near>{});
@@ -264,6 +271,7 @@ struct BwdMma {
         }
         return;
       }
+      mask_scores();
       CUTE_UNROLL
       for (int i = 0; i < tS.size(); ++i) {
         tS(i) = exp2_approx(tS(i) * scalars.scale_log2);

@@ -265,7 +265,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   struct Nothing {};
   // Of rows for modified scores.
   struct OfModifiers {
-    float slope[kStages];  // of ALiBi, of the query head of each block (common/alibi.hpp)
+    int head[kStages];  // the query head of each block
   };
   struct SharedStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];
