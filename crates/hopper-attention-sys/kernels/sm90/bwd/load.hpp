@@ -132,6 +132,9 @@ struct BwdLoad {
                                  CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
+      if constexpr (Traits::kModifiers == Modifiers::Always) {
+        storage.modifiers.head[ring.stage] = head;
+      }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
       if constexpr (Traits::kIsPacked) {
