@@ -242,8 +242,8 @@ pub use mask::{Band, Corner, Mask};
 pub use operand::{Access, Operand, Operands, Presence, Slot};
 pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
-    BackwardProblem, BackwardProblemBuilder, BlockMask, Dims, ForwardProblem, ForwardProblemBuilder, MASK_BLOCK,
-    MASK_BLOCK_WORDS, Quantizer, QuantizerBuilder,
+    AlibiSlopes, BackwardProblem, BackwardProblemBuilder, BlockMask, Dims, ForwardProblem, ForwardProblemBuilder,
+    MASK_BLOCK, MASK_BLOCK_WORDS, Quantizer, QuantizerBuilder,
 };
 pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};
 pub use scaling::{SCALE_BLOCK, Scaling};

@@ -1,11 +1,10 @@
-//! Capped scores on a GPU: every row, dense and packed, both passes, tiles that CTAs share, and what a cap must not change.
+//! Capped scores on a GPU: every row, dense and packed, both passes, and garbage under masks.
 
-use hopper_attention::internal::plan_with_shares;
 use hopper_attention::{
     BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, MaskClass, Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward;
-use hopper_attention_tests::case::random::{CAPS, capped};
+use hopper_attention_tests::case::random::CAPS;
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward};
 use hopper_attention_tests::problems::{Case, Grid};
@@ -88,7 +87,7 @@ fn every_packing_backward_row_takes_a_softcap() {
     take(&gpu, &rows, &cases, "packed backward with softcap", BACKWARD);
 }
 
-/// Tiles whose keys CTAs share, or warpgroups.
+/// NaN, infinity and the largest numbers, in K or V of keys that the mask hides.
 #[test]
 fn garbage_under_the_mask_reaches_no_capped_row() {
     let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_capped_row") else { return };

@@ -23,7 +23,8 @@ CUTE_HOST_DEVICE int key_pieces(BwdParams const& params) {
 // The tiles of keys of a launch, in the order of its list.
 template <class Traits>
 CUTE_DEVICE BwdScheduler key_tiles(BwdParams const& params) {
-  return bwd_scheduler(params, params.heads_kv, (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN, nullptr);
+  int const blocks = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
+  return bwd_scheduler(params, params.heads_kv, anew(blocks), nullptr);
 }
 
 // The tile that sums are of (write_shares in sm90/bwd/share.hpp).
@@ -99,14 +100,16 @@ CUTE_DEVICE void repair_queries(BwdParams const& params, std::int64_t block) {
 template <class Traits>
 CUTE_DEVICE void repair_keys(BwdParams const& params) {
   constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
-  BwdScheduler const tiles = key_tiles<Traits>(params);
-  int const whole = params.key_sums == 0 ? tiles.total() : tiles.total() - params.cut_tiles;
+  auto const is_whole = [&](int n_block, int batch_head) {
+    BwdScheduler const tiles = key_tiles<Traits>(params);
+    return tiles.index_of(n_block, batch_head) < tiles.total() - (params.key_sums == 0 ? 0 : params.cut_tiles);
+  };
   int const pieces = (params.seqlen_kv + kWarps - 1) / kWarps;
-  std::int64_t const total = static_cast<std::int64_t>(pieces) * params.heads_kv * params.batch;
-  for (std::int64_t i = blockIdx.x; i < total; i += gridDim.x) {
+  auto const total = [&]() { return static_cast<std::int64_t>(anew(pieces)) * params.heads_kv * params.batch; };
+  for (std::int64_t i = blockIdx.x; i < total(); i += gridDim.x) {
     std::int64_t const batch_head = i / pieces;
     int const key = static_cast<int>(i - batch_head * pieces) * kWarps + static_cast<int>(threadIdx.x) / 32;
-    if (key < params.seqlen_kv && tiles.index_of(key / Traits::kTileN, static_cast<int>(batch_head)) < whole) {
+    if (key < params.seqlen_kv && is_whole(key / Traits::kTileN, static_cast<int>(batch_head))) {
       RepairGradients<Traits> const repair(params, static_cast<int>(batch_head / params.heads_kv));
       repair.key(static_cast<int>(batch_head % params.heads_kv), key, {0, params.head_dim_qk}, {0, params.head_dim_vo});
     }
@@ -230,9 +233,11 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
   constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
   SequenceTable const table{params.sequences.table, params.batch};
   int const warp = static_cast<int>(threadIdx.x) / 32;
-  int const entry = static_cast<int>(blockIdx.x) / params.heads_q;
-  int const head = static_cast<int>(blockIdx.x) - entry * params.heads_q;
-  if (entry < table.header()->blocks) {
+  // From the last block to the first: the sums that were written last are still in L2.
+  int const from_last = static_cast<int>(blockIdx.x) / params.heads_q;
+  int const head = static_cast<int>(blockIdx.x) - from_last * params.heads_q;
+  int const entry = table.header()->blocks - 1 - from_last;
+  if (entry >= 0) {
     Sequence const sequence = table.records()[table.block_list(params.sequences.list_size)[entry]];
     int const m_block = entry - sequence.first_block;
     bool found = false;

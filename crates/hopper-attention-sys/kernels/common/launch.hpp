@@ -49,10 +49,13 @@ inline Status no_maps() noexcept { return {}; }
 template <class Encode, class StartMain>
 Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
                       StartMain const& start_main) noexcept {
-  if (params.seqlen_kv == 0) {
-    return launch_fill_empty(params, stream);
+  bool const has_rows = params.batch > 0 && params.seqlen_q > 0;
+  if (params.seqlen_kv == 0 || !has_rows) {
+    Status const status = launch_fill_max_logits(params, stream);
+    return is_ok(status) && has_rows ? launch_fill_empty(params, stream) : status;
   }
   Status status = encode();
+  status = is_ok(status) ? launch_fill_max_logits(params, stream) : status;
   status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
   if (is_ok(status)) {
     start_main(fwd_scalars(params));
@@ -77,8 +80,13 @@ template <class Traits, class Encode, class StartMain>
 Status launch_packed_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
                              StartMain const& start_main) noexcept {
   Sequences const& sequences = params.sequences;
-  if (params.batch > 0) {
+  if (params.batch == 0) {
+    if (Status const status = launch_fill_max_logits(params, stream); !is_ok(status)) {
+      return status;
+    }
+  } else {
     Status status = encode();
+    status = is_ok(status) ? launch_fill_max_logits(params, stream) : status;
     status = is_ok(status) ? launch_schedule(sequences,
                                              {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
                                               params.heads_q, sequences.list_size, 0, 0},

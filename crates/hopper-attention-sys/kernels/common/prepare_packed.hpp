@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
   constexpr int kLanes = Traits::kHeadDimVO / 8;  // a lane reads 16 bytes of a row
   constexpr int kRows = 256 / kLanes;             // that a CTA reads at a time
   constexpr int kPasses = kTileM / kRows;
-  static_assert(kPasses * kRows == kTileM, "a CTA reads the rows of a block in whole passes");
+  static_assert(kPasses <= kLanes && kPasses * kRows == kTileM, "a CTA reads the rows of a block in whole passes");
   SequenceTable const table{params.sequences.table, params.batch};
   int const blocks = table.header()->blocks;
   int const* const list = table.block_list(params.sequences.list_size);
@@ -40,52 +40,53 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
                          static_cast<int>(gridDim.x * blockDim.x));
   }
 
-  std::int64_t const items = std::int64_t{blocks} * params.heads_q;
-  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    int const entry = static_cast<int>(item / params.heads_q);
-    int const head = static_cast<int>(item - std::int64_t{entry} * params.heads_q);
-    Sequence const sequence = table.records()[list[entry]];
+  auto const prepare_block = [&](Sequence const& sequence, int entry, int head) {
     int const m_block = entry - sequence.first_block;
     auto const row_of = [&](TensorDesc const& tensor, int query) {
       return tensor.address + 2 * (sequence.index * tensor.stride_batch + head * tensor.stride_head +
                                    (sequence.q_begin + query) * tensor.stride_row + lane * 8);
     };
-    // Everything that is read is asked for before any of it is used.
+    // Everything that is read is asked for before any of it is used. Lane i of a row has to do with the row of pass i.
+    int const first = m_block * kTileM + own;
     uint4 o[kPasses] = {};
     uint4 d_o[kPasses] = {};
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      int const query = m_block * kTileM + own + i * kRows;
+      int const query = first + i * kRows;
       if (query < sequence.q_len && lane * 8 < params.head_dim_vo) {
         o[i] = __ldcs(reinterpret_cast<uint4 const*>(row_of(params.o, query)));
         d_o[i] = __ldg(reinterpret_cast<uint4 const*>(row_of(params.d_o, query)));
       }
     }
+    int const mine = first + lane * kRows;
+    bool const has_row = lane < kPasses && mine < sequence.q_len;
+    auto const number = [&](TensorDesc const& tensor) {
+      return reinterpret_cast<float const*>(
+          tensor.address)[sequence.index * tensor.stride_batch + head * tensor.stride_head + sequence.q_begin + mine];
+    };
+    float const lse = has_row ? number(params.lse) : 0.0F;
+    float const d_lse = has_row && params.d_lse.address != 0 ? number(params.d_lse) : 0.0F;
+    float delta = 0.0F;
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      int const query = m_block * kTileM + own + i * kRows;
       auto const* const a = reinterpret_cast<Element const*>(&o[i]);
       auto const* const b = reinterpret_cast<Element const*>(&d_o[i]);
-      float delta = 0.0F;
+      float sum = 0.0F;
       CUTE_UNROLL
       for (int j = 0; j < 8; ++j) {
-        delta = fmaf(static_cast<float>(a[j]), static_cast<float>(b[j]), delta);
+        sum = fmaf(static_cast<float>(a[j]), static_cast<float>(b[j]), sum);
       }
       CUTE_UNROLL
       for (int step = kLanes / 2; step > 0; step /= 2) {
-        delta += __shfl_xor_sync(0xffffffffU, delta, step);
+        sum += __shfl_xor_sync(0xffffffffU, sum, step);
       }
-      if (lane == 0 && query < sequence.q_len) {
-        auto const number = [&](TensorDesc const& tensor) {
-          return reinterpret_cast<float const*>(tensor.address)[sequence.index * tensor.stride_batch +
-                                                                head * tensor.stride_head + sequence.q_begin + query];
-        };
-        float const d_lse = params.d_lse.address == 0 ? 0.0F : number(params.d_lse);
-        std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
-                                std::int64_t{sequence.index} * statistics_rows_apart(params) + query;
-        reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] =
-            Traits::Statistics::of(number(params.lse), d_lse, delta, params.softmax_scale, params.softcap != 0.0F);
-      }
+      delta = lane == i ? sum : delta;
+    }
+    if (has_row) {
+      std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
+                              std::int64_t{sequence.index} * statistics_rows_apart(params) + mine;
+      reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] =
+          Traits::Statistics::of(lse, d_lse, delta, params.softmax_scale, has_modifiers(params));
     }
 
     Band const band = band_of_tile(params, sequence);
@@ -112,6 +113,22 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
                                 head * params.d_q.stride_head + i % chunks * 8;
         *reinterpret_cast<uint4*>(params.d_q.address + 2 * at) = uint4{0, 0, 0, 0};
       }
+    }
+  };
+
+  // An item is some heads of a block, so that the block's sequence is looked up for all of them. From the last to the
+  // first, which the kernel begins with: its dO is then still in the second-level cache.
+  std::int64_t const all = std::int64_t{blocks} * params.heads_q;
+  int const heads = cute::min(all >= 6 * gridDim.x ? 4 : all >= 3 * gridDim.x ? 2 : 1, params.heads_q);
+  int const groups = (params.heads_q + heads - 1) / heads;
+  for (std::int64_t item = std::int64_t{blocks} * groups - 1 - blockIdx.x; item >= 0; item -= gridDim.x) {
+    int const entry = static_cast<int>(item / groups);
+    int const group = static_cast<int>(item - std::int64_t{entry} * groups);
+    Sequence const sequence = table.records()[list[entry]];
+    int const end = cute::min((group + 1) * heads, params.heads_q);
+    CUTE_NO_UNROLL
+    for (int head = group * heads; head < end; ++head) {
+      prepare_block(sequence, entry, head);
     }
   }
 }

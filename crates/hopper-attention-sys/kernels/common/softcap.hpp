@@ -163,14 +163,14 @@ CUTE_DEVICE float factor_after(float value, float factor) {
   return factor;
 }
 
-// The products of a thread, whatever they are.
-template <class Scores>
+// The products of a thread, whatever they are. kAtATime: how many the compiler may begin with. It would begin with all
+// of them, and spill.
+template <int kAtATime, class Scores>
 CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
   float factor = softcap.factor_anew();
   CUTE_UNROLL
   for (int i = 0; i < scores.size(); ++i) {
-    // Eight at a time: ptxas would begin with all of them, and spill.
-    if (i % 8 == 0 && i > 0) {
+    if (i % kAtATime == 0 && i > 0) {
       factor = factor_after(scores(i - 1), factor);
     }
     scores(i) = tanh_of(scores(i) * factor);
@@ -191,7 +191,7 @@ CUTE_DEVICE bool all_near(Scores const& scores, Softcap const& softcap) {
 }
 
 // The products of a warp: the whole warp comes here. kNear: whether it looks for scores that are all near.
-template <bool kNear, class Scores>
+template <bool kNear, int kAtATime, class Scores>
 CUTE_DEVICE void cap_scores(Scores& scores, Softcap const& softcap) {
   if (kNear && all_near(scores, softcap)) {
     CUTE_UNROLL
@@ -199,7 +199,7 @@ CUTE_DEVICE void cap_scores(Scores& scores, Softcap const& softcap) {
       scores(i) = capped_near(scores(i), softcap);
     }
   } else {
-    cap_any(scores, softcap);
+    cap_any<kAtATime>(scores, softcap);
   }
 }
 

@@ -6,6 +6,7 @@ use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling}
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use crate::alibi::Alibi;
 use crate::blocks::Blocks;
 use crate::case::{Case, random};
 use crate::data::Values;
@@ -149,11 +150,11 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
-    let cases = (cases, (random::softcap(), random::blocks()));
+    let cases = (cases, ((random::softcap(), random::blocks()), random::biases()));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |(
             (pass, dtype, arch, deterministic),
-            (case, (softcap, blocks)),
+            (case, ((softcap, blocks), biases)),
             values,
             (scaling, half_scores, hadamard),
             last,
@@ -161,11 +162,15 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
-            // e4m3 operands have no cap.
-            let mut case = if fp8 { case } else { random::capped(case, softcap) };
-            // Nor lists of blocks. Kernels have these without a cap, and up to head dim 128.
-            let kernels_have = case.softcap == 0.0 && case.dims.head_dim_qk.max(case.dims.head_dim_vo) <= 128;
-            if !fp8 && (!for_gpu || (kernels_have && arch != Some(Arch::Sm80))) {
+            // e4m3 operands have no cap, no ALiBi and no maximum logits.
+            let (alibi, max_logits) = biases;
+            let modified = |case| random::capped(Case { alibi, max_logits, ..case }, softcap);
+            let mut case = if fp8 { case } else { modified(case) };
+            // Nor lists of blocks. Kernels have these without any of that, and up to head dim 128.
+            let kernels_have = case.softcap == 0.0 && alibi.is_none() && !max_logits && {
+                case.dims.head_dim_qk.max(case.dims.head_dim_vo) <= 128 && arch != Some(Arch::Sm80)
+            };
+            if !fp8 && (!for_gpu || kernels_have) {
                 case = random::listed(case, blocks);
             }
             case.values = values.unwrap_or(case.values);
@@ -235,8 +240,18 @@ struct Record {
     #[serde(default, skip_serializing_if = "is_zero")]
     softcap: f32,
     /// Older files have none.
+    #[serde(default, skip_serializing_if = "Alibi::is_none")]
+    alibi: Alibi,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "is_false")]
+    max_logits: bool,
+    /// Older files have none.
     #[serde(default, skip_serializing_if = "Blocks::is_none")]
     blocks: Blocks,
+}
+
+fn is_false(wanted: &bool) -> bool {
+    !wanted
 }
 
 fn is_zero(softcap: &f32) -> bool {
@@ -290,6 +305,8 @@ impl From<Problem> for Record {
             packing: case.packing,
             sinks: case.sinks,
             softcap: case.softcap,
+            alibi: case.alibi,
+            max_logits: case.max_logits,
             blocks: case.blocks,
         }
     }
@@ -329,6 +346,8 @@ impl TryFrom<Record> for Problem {
             packing: record.packing,
             sinks: record.sinks,
             softcap: record.softcap,
+            alibi: record.alibi,
+            max_logits: record.max_logits,
             blocks: record.blocks,
         };
         let problem = Self {
@@ -473,6 +492,45 @@ mod tests {
         let text = serde_json::to_string(&Problem { case: fp8.case.clone().softcap(50.0), ..fp8.clone() }).unwrap();
         let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
         assert!(error.contains("softcap 50 with e4m3 operands"), "{error}");
+    }
+
+    #[test]
+    fn slopes_and_maximum_logits_are_drawn_for_passes_that_have_them() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..600).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let both: [Vec<Problem>; 2] = [drawn(true), drawn(false)];
+        let fp8 = |problem: &&Problem| matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+        for (drawn, pass) in both.iter().flat_map(|drawn| [Pass::Forward, Pass::Backward].map(|pass| (drawn, pass))) {
+            let of_pass = || drawn.iter().filter(|problem| problem.pass == pass);
+            let share = |of: fn(&Case) -> bool| {
+                of_pass().filter(|problem| of(&problem.case)).count() as f64 / of_pass().count() as f64
+            };
+            let shares = [share(|case| !case.alibi.is_none()), share(|case| case.max_logits)];
+            assert!(shares.iter().all(|share| (0.1..0.4).contains(share)), "{pass:?} {shares:?}");
+            assert!(share(|case| case.alibi.is_none() && case.softcap == 0.0 && !case.max_logits) > 0.35, "{pass:?}");
+            assert!(Alibi::ALL.iter().all(|kind| of_pass().any(|problem| problem.case.alibi == *kind)), "{pass:?}");
+            for with in [
+                |case: &Case| case.softcap != 0.0,
+                |case: &Case| !case.sinks.is_none(),
+                |case: &Case| case.packing != Packing::default(),
+                |case: &Case| case.max_logits,
+            ] {
+                assert!(of_pass().any(|problem| !problem.case.alibi.is_none() && with(&problem.case)), "{pass:?}");
+            }
+        }
+        assert!(
+            both.iter().flatten().filter(fp8).all(|problem| problem.case.alibi.is_none() && !problem.case.max_logits)
+        );
+        // A file that wants them of e4m3 operands is refused by name.
+        let fp8 = both.iter().flatten().find(fp8).unwrap();
+        for (case, what) in [
+            (fp8.case.clone().alibi(Alibi::Standard), "alibi with e4m3 operands"),
+            (fp8.case.clone().max_logits(true), "max_logits with e4m3 operands"),
+        ] {
+            let text = serde_json::to_string(&Problem { case, ..fp8.clone() }).unwrap();
+            let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        }
     }
 
     #[test]

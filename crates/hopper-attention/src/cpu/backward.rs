@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+use super::alibi::{Bias, Slopes};
 use super::block::{self, Block, Keys};
 use super::listed::{self, ListInputs, Listed};
 use super::matmul::{self, Matrix, matmul};
@@ -34,6 +35,7 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub d_lse: Option<HostRef<'a, f32, 3>>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
 }
 
@@ -149,6 +151,8 @@ impl<T> Scratch<T> {
 
 /// What all pairs of one query share.
 struct Row {
+    /// Its number in the sequence.
+    query: usize,
     /// The keys that the query keeps.
     keys: Keys,
     lse: f32,
@@ -168,7 +172,7 @@ fn rows_of(
     rows.clear();
     rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
         let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { band.keys(query, of.kv.len) };
-        Row { keys, lse, delta }
+        Row { query, keys, lse, delta }
     }));
 }
 
@@ -197,6 +201,7 @@ fn of_queries<T: Float>(
     let lse = inputs.lse.part(&task.rows, task.head, task.tokens.clone());
     rows_of(problem, &task.sequence, task.tokens.clone(), lse, delta, rows);
 
+    let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, task.head);
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
@@ -210,7 +215,7 @@ fn of_queries<T: Float>(
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs);
-        weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
+        weights(problem, rows, &block, bias.map(|bias| (bias, first)), [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
     round(d_q, problem.softmax_scale(), of_tokens);
@@ -238,6 +243,7 @@ fn of_keys<T: Float>(
     }
     let of_queries = &task.sequence.q;
     for head in task.head * group..(task.head + 1) * group {
+        let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, head);
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
             let pairs = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start);
@@ -254,7 +260,8 @@ fn of_keys<T: Float>(
             }
             load(&inputs.q, of_queries, head, queries.clone(), q);
             load(&inputs.d_o, of_queries, head, queries, d_o);
-            weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
+            let bias = bias.map(|bias| (bias, task.tokens.start));
+            weights(problem, rows, &block, bias, [q, k, v, d_o], p, d_s);
             block.sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
@@ -264,11 +271,12 @@ fn of_keys<T: Float>(
 }
 
 /// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0. With a cap the
-/// scores in P are capped, and dS is multiplied by the cap's derivative.
+/// scores in P are capped, and dS is multiplied by the cap's derivative. `bias` is that of ALiBi, with the first key of the block.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
     block: &Block<'_>,
+    bias: Option<(Bias, usize)>,
     [q, k, v, d_o]: [&[f32]; 4],
     p: &mut Vec<f32>,
     d_s: &mut Vec<f32>,
@@ -287,10 +295,21 @@ fn weights(
             out[..kept.start].fill(0.0);
             out[kept.end..].fill(0.0);
         }
-        for (p, d_s) in p[kept.clone()].iter_mut().zip(&mut d_s[kept.clone()]) {
-            let (score, slope) = if softcap == 0.0 { (*p, 1.0) } else { capped(softcap, *p) };
-            *p = (score - row.lse).exp();
-            *d_s = *p * (*d_s - row.delta) * slope;
+        let (of_p, of_d_s) = (&mut p[kept.clone()], &mut d_s[kept.clone()]);
+        // The derivative of a score with respect to the product that it is made of.
+        of_d_s.iter_mut().for_each(|d_s| *d_s -= row.delta);
+        if softcap != 0.0 {
+            for (p, d_s) in of_p.iter_mut().zip(of_d_s.iter_mut()) {
+                let (score, slope) = capped(softcap, *p);
+                (*p, *d_s) = (score, *d_s * slope);
+            }
+        }
+        if let Some((bias, first_key)) = bias {
+            bias.subtract(row.query, first_key + kept.start, of_p);
+        }
+        for (p, d_s) in of_p.iter_mut().zip(of_d_s) {
+            *p = (*p - row.lse).exp();
+            *d_s *= *p;
         }
         block.hide(query, 0.0, p);
         block.hide(query, 0.0, d_s);

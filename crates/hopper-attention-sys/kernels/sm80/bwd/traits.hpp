@@ -36,7 +36,7 @@ struct LiftedStatistics : Statistics {
     return {{fmaf(-lse, kLog2E, static_cast<float>(kLift)), (d_lse - delta) * kDrop}};
   }
 
-  // P of a pair, from the product of Q and K, or from what a cap makes of it.
+  // P of a pair, from the product of Q and K, or from what modifiers make of it.
   CUTE_DEVICE float weight(float s, float scale_log2, bool) const {
     return exp2_approx(fmaf(s, scale_log2, this->minus_lse - static_cast<float>(kLift)));
   }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/element.hpp"
+#include "common/max_logits.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
@@ -90,6 +91,8 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
     std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
+    float slope;                           // of ALiBi, of the tile (common/alibi.hpp)
+    LargestScores largest[kThreads / 32];  // of each warp (common/max_logits.hpp)
     std::conditional_t<kPacked, OfPacked, Nothing> packed;
   };
 

@@ -161,6 +161,9 @@ struct BwdLoad {
       if constexpr (Traits::kIsListed) {
         storage.step[ring.stage] = listed_step<Traits>(params.blocks, tile, head);
       }
+      if constexpr (Traits::kModifiers == Modifiers::Always) {
+        storage.modifiers.head[ring.stage] = head;
+      }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
       if constexpr (Traits::kIsPacked) {

@@ -15,11 +15,12 @@
 // issued.
 //
 // Rows for modified scores (common/softcap.hpp, common/alibi.hpp) have S without the LSE, which threads subtract from
-// what the cap makes of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
+// what the modifiers make of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
 #pragma once
 
 #include <cfloat>
 
+#include "common/alibi.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
 #include "common/memory.hpp"
@@ -163,13 +164,52 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // Where scores are capped: P of a block goes to its operand, and P (1 - t^2) is left in tS. kNear: of scores that
-    // are all near, or masked.
-    auto cap_block = [&](auto near) __attribute__((always_inline)) {
+    // Rows for modified scores. The slope of the block's query head. (The loading lane has no registers for it.)
+    auto slope_of_block = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        int head;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(head)
+                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.head[ring.stage]))
+                     : "memory");
+        return alibi_slope(params.alibi, storage.tile[k.stage].batch, head, scalars.scale_log2);
+      } else {
+        return 0.0F;
+      }
+    };
+    // How far the thread's first key is behind the diagonal of its first query, and the warpgroup's.
+    auto first_distance = [&](int row, int column) __attribute__((always_inline)) {
+      int diagonal = params.diagonal_offset;
+      if constexpr (Traits::kIsPacked) {
+        diagonal = diagonal_of(params, band);
+      }
+      return n_block * kN + row - visits.block(visit) * kM - column - diagonal;
+    };
+    auto distance_of_thread = [&]() __attribute__((always_inline)) {
+      int const thread = thread_in_group_anew(thread_in_group);
+      return first_distance(warp_row(thread) + thread % 32 / 4, 2 * (thread % 4));
+    };
+    // What becomes of scores: nothing (they have a bias, if any), or the cap. Then they are all near (or masked), or of
+    // any size, or they get a bias, too.
+    enum class Form { Plain, Near, Far, FarWithBias };
+    // P of a block goes to its operand, and P (1 - t^2) is left in tS.
+    auto modified_block = [&](auto form) __attribute__((always_inline)) {
+      constexpr Form kForm = decltype(form)::value;
+      float slope = 0.0F;
+      float first[2] = {0.0F, 0.0F};
+      if constexpr (kForm == Form::FarWithBias) {
+        slope = slope_of_block();
+        int const distance = distance_of_thread();
+        first[0] = static_cast<float>(distance);
+        first[1] = static_cast<float>(distance + 8);
+      }
       auto const* const statistics = storage.statistics[ring.stage] + 2 * (thread_in_group_anew(thread_in_group) % 4);
       CUTE_UNROLL
       for (int i = 0; i < kM / 8; ++i) {
         float minus_lse[2];
+        if (kForm == Form::FarWithBias && i > 0) {
+          slope = factor_after(tS(4 * i - 1), slope);  // or ptxas begins with all of them, and spills
+        }
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           uint2 const words = *reinterpret_cast<uint2 const*>(&statistics[8 * i + c]);
@@ -182,8 +222,15 @@ struct BwdMma {
           for (int c = 0; c < 2; ++c) {
             float& score = tS(4 * i + 2 * r + c);
             bool const masked = score == kMasked;
-            CappedScore const capped = near ? CappedScore::near(masked ? 0.0F : score, scalars.softcap)
-                                            : CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            CappedScore capped{score, 1.0F};
+            if constexpr (kForm == Form::Near) {
+              capped = CappedScore::near(masked ? 0.0F : score, scalars.softcap);
+            } else if constexpr (kForm != Form::Plain) {
+              capped = CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            }
+            if constexpr (kForm == Form::FarWithBias) {
+              capped.t = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, capped.t);
+            }
             p[c] = exp2_approx(fmaf(capped.t, scalars.scale_log2, minus_lse[c]));
             p[c] = masked ? 0.0F : p[c];
             score = p[c] * capped.slope;
@@ -192,12 +239,7 @@ struct BwdMma {
         }
       }
     };
-    // P of a block, from its scores.
-    auto exponentials = [&]() __attribute__((always_inline)) {
-      bool near = false;
-      if constexpr (kModified) {
-        near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
-      }
+    auto mask_scores = [&]() __attribute__((always_inline)) {
       if constexpr (kIsListed) {
         ListedStep const listed = storage.step[ring.stage];
         if (listed.marks != 0) {
@@ -209,14 +251,35 @@ struct BwdMma {
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
+      // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+      if (kModified && Traits::kIsPacked && has_alibi(params) && (m_block + 1) * kM > band.seqlen_q) {
+        hide_queries(tS, band.seqlen_q - m_block * kM - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
+      }
+    };
+    // P of a block, from its scores.
+    auto exponentials = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
-        if (near) {
-          cap_block(std::true_type{});
+        if (!scalars.softcap.caps()) {
+          if (has_alibi(params)) {
+            add_alibi<kM>(tS, slope_of_block(), distance_of_thread(),
+                          alibi_side<64, kM>(first_distance(consumer * 64, 0)));
+          }
+          mask_scores();
+          modified_block(std::integral_constant<Form, Form::Plain>{});
+          return;
+        }
+        bool const near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+        mask_scores();
+        if (has_alibi(params)) {
+          modified_block(std::integral_constant<Form, Form::FarWithBias>{});
+        } else if (near) {
+          modified_block(std::integral_constant<Form, Form::Near>{});
         } else {
-          cap_block(std::false_type{});
+          modified_block(std::integral_constant<Form, Form::Far>{});
         }
         return;
       }
+      mask_scores();
       CUTE_UNROLL
       for (int i = 0; i < tS.size(); ++i) {
         tS(i) = exp2_approx(tS(i) * scalars.scale_log2);

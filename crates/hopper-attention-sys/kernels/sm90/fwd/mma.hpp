@@ -15,7 +15,9 @@
 // Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
 
+#include "common/alibi.hpp"
 #include "common/mask.hpp"
+#include "common/max_logits.hpp"
 #include "common/scalars.hpp"
 #include "common/visits.hpp"
 #include "sm90/fwd/epilogue.hpp"
@@ -36,6 +38,7 @@ struct Mma {
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kShort = 8;  // blocks of a short tile
+  static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
@@ -197,22 +200,78 @@ struct Mma {
       release_v();
     };
 
-    // In rows for capped scores, what follows a product with K has tanh in their place.
-    auto cap = [&]() __attribute__((always_inline)) {
-      if constexpr (Traits::kModifiers == Modifiers::Always) {
-        cap_scores<Traits::kLooksForNear>(tSrS, scalars.softcap);
+    // Rows for modified scores. The slope of the tile, its block, and the diagonal of its sequence. (Read where they
+    // are needed: registers are short.)
+    auto read_shared = [&](auto const& from) __attribute__((always_inline)) {
+      std::uint32_t word;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(cute::cast_smem_ptr_to_uint(&from)) : "memory");
+      return word;
+    };
+    auto slope_of_tile = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        return __uint_as_float(read_shared(storage.modifiers.slope[q.stage]));
+      } else {
+        return 0.0F;
+      }
+    };
+    auto first_row_anew = [&]() __attribute__((always_inline)) {
+      int const block = static_cast<int>(read_shared(storage.tile[q.stage].block));
+      return block * Traits::kTileM + thread_index_anew() / 128 * 64 - 64;  // warpgroup 0 loads
+    };
+    auto diagonal = [&]() __attribute__((always_inline)) {
+      int offset = params.diagonal_offset;
+      if constexpr (Traits::kIsPacked) {
+        if (params.sequences.bottom_right) {
+          auto const& tile = storage.tile[q.stage];
+          offset += static_cast<int>(read_shared(tile.kv_len) - read_shared(tile.q_len));
+        }
+      }
+      return offset;
+    };
+    auto own_row_anew = [&]() __attribute__((always_inline)) {
+      return first_row_anew() + thread_index_anew() % 128 / 32 * 16 + thread_index_anew() % 32 / 4;
+    };
+    auto add_bias = [&](int visit) __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (has_alibi(params)) {
+          int const from_block = diagonal() - visits.block(visit) * Traits::kTileN;
+          int const side = alibi_side<64, Traits::kTileN>(first_row_anew() + from_block);
+          add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + from_block - 2 * (thread_index_anew() % 4),
+                                    __shfl_sync(0xffffffffU, side, 0));
+        }
+      }
+    };
+    // What follows a product with K has what cap and ALiBi make of it in its place.
+    auto modify = [&](int visit) __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (scalars.softcap.caps()) {
+          cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
+        }
+        add_bias(visit);
+      }
+    };
+    // Behind the mask.
+    auto see_largest = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (wants_max_logits(params)) {
+          see_scores<Traits::kTileN>(tSrS, own_row_anew(), queries_of(scalars, storage.tile[q.stage]),
+                                     storage.modifiers.largest[thread_index_anew() / 32 - 4]);
+        }
       }
     };
     // The K that it reads must not have been released.
-    auto recompute_scores = [&]() {
+    auto recompute_scores = [&](int visit) {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
-      if constexpr (Traits::kModifiers == Modifiers::Always) {
-        cap_any(tSrS, scalars.softcap);
+      if constexpr (kModified) {
+        if (scalars.softcap.caps()) {
+          cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
+        }
+        add_bias(visit);
       }
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
-      cap();
+      modify(visits.first());
       if constexpr (kIsListed) {
         KeptBits<4> kept[2];
         listed_keys(kept, q.stage, k.stage);
@@ -223,16 +282,18 @@ struct Mma {
         return;
       }
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
-          (Traits::kIsPacked && band.seqlen_kv == 0)) {
+          (Traits::kIsPacked && band.seqlen_kv == 0) || (kModified && has_alibi(params))) {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());
+        see_largest();
         softmax.first_masked_block(tSrS, scalars.scale_log2,
                                    keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
       } else {
+        see_largest();
         // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
         if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= kShort)) {
-          recompute_scores();
+          recompute_scores(visits.first());
           softmax.first_masked_block(tSrS, scalars.scale_log2, {{Traits::kTileN, Traits::kTileN}});
         }
         release_k();
@@ -261,16 +322,17 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      cap();
+      modify(visit);
       float rescale[2];
       if constexpr (decltype(masked)::value) {
         constexpr float kUnmoved = -1.0F;  // no factor is negative
         rescale[0] = kUnmoved;
         if constexpr (kIsListed) {
           hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
-        } else {
+        } else if constexpr (kMask != MaskClass::Full) {
           mask_block(visit);
         }
+        see_largest();
         softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
           rescale[0] = factors[0];
           rescale[1] = factors[1];
@@ -285,6 +347,7 @@ struct Mma {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
         // is released before the wait, as its next copy takes long.
+        see_largest();
         float sums[2];
         bool const stops = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
         if (!stops) {
@@ -297,7 +360,7 @@ struct Mma {
         if (stopped) {
           bool const lost = Softmax::lost(sums);
           if (lost) {
-            recompute_scores();
+            recompute_scores(visit);
           }
           softmax.move_rows(tSrS, scalars.scale_log2, lost, visits.count(), sums, rescale);
           rescale_output(rescale);
@@ -340,6 +403,16 @@ struct Mma {
         int visit = visits.template next<Traits::kWays>(visits.first());
         if constexpr (kIsListed) {
           for (; visits.on_right_edge(visit); visit = visits.next(visit)) {
+            step(std::true_type{}, visit);
+          }
+        } else if constexpr (kModified) {
+          // As below, and beyond: with ALiBi, up to the diagonal (common/alibi.hpp).
+          if (has_alibi(params)) {
+            int const row = m_block * Traits::kTileM + consumer * Traits::kRowsApart;
+            int const unseen = first_unseen_block<Traits::kTileN>(slope_of_tile(), row, diagonal());
+            visits.free_end = cute::min(visits.free_end, __shfl_sync(0xffffffffU, unseen, 0) + 1);
+          }
+          for (; visits.on_right_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
             step(std::true_type{}, visit);
           }
         } else if constexpr (kMask != MaskClass::Full) {
@@ -394,6 +467,11 @@ struct Mma {
       if constexpr (Traits::kWritesOutput) {
         if (cute::elect_one_sync()) {
           storage.q_empty.arrive();
+        }
+      }
+      if constexpr (kModified) {
+        if (wants_max_logits(params)) {
+          finish_max_logit(params, storage.tile[q.stage].head, storage.modifiers.largest[thread_index_anew() / 32 - 4]);
         }
       }
       Turns::wait(consumer);

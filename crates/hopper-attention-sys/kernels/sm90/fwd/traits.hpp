@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/barrier.hpp"
+#include "common/max_logits.hpp"
 #include "common/row.hpp"
 #include "common/slab.hpp"
 #include "common/thread.hpp"
@@ -103,8 +104,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
 
   // Whether capped scores are looked at (common/softcap.hpp). Above head dim 128 there are no registers for it, and a
-  // block's products leave time for the special functions. Nor are there in two more kernels.
-  static constexpr bool kLooksForNear = !kWritesOutput && !(kPacked && kMask == MaskClass::Window && kHeadDimQK > 64);
+  // block's products leave time for the special functions. Nor are there with a window above head dim 64.
+  static constexpr bool kLooksForNear = !kWritesOutput && !(kMask == MaskClass::Window && kHeadDimQK > 64);
+  // Scores that are capped at a time.
+  static constexpr int kCapsAtATime = kScoresWait ? 4 : 8;
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
@@ -158,6 +161,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier q_empty;
   };
   struct Nothing {};
+  // Of rows for modified scores.
+  struct OfModifiers {
+    float slope[kRecords];                  // of ALiBi, of each tile (common/alibi.hpp)
+    LargestScores largest[4 * kConsumers];  // of each warp (common/max_logits.hpp)
+  };
   struct SharedStorage : TableStorage<kTableBytes>,
                          std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
                          EntryStorage<kIsListed ? kStages : 0> {
@@ -173,6 +181,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier k_empty[kStages];
     Mbarrier v_full[kFulls];
     Mbarrier v_empty[kStages];
+    std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
