@@ -40,7 +40,7 @@ CUTE_DEVICE void clear_unlisted_keys(BwdParams const& params, int warp, int warp
     }
     auto const clear = [&](TensorDesc const& tensor, int head_dim) {
       int const chunks = head_dim / 8;
-      int const keys = cute::min(kListedBlock, params.seqlen_kv - n_block * kListedBlock);
+      int const keys = cute::min(int{kListedBlock}, params.seqlen_kv - n_block * kListedBlock);
       for (int i = lane; i < keys * chunks; i += 32) {
         std::int64_t const at = batch * tensor.stride_batch + kv_head * tensor.stride_head +
                                 (n_block * kListedBlock + i / chunks) * tensor.stride_row + i % chunks * 8;

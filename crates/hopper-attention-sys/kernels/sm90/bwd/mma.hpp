@@ -246,7 +246,10 @@ struct BwdMma {
           int const thread = thread_in_group_anew(thread_in_group);
           hide_listed<Traits>(tS, listed, band, n_block, warp_row(thread) + thread % 32 / 4, 2 * (thread % 4), kMasked);
         }
-      } else if (int const m_block = visits.block(visit); !is_free<kMask, kM, kN>(band, m_block, n_block)) {
+        return;
+      }
+      int const m_block = visits.block(visit);
+      if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);

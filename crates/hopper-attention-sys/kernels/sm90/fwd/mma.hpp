@@ -178,10 +178,12 @@ struct Mma {
     };
     // Where lists say what is masked: the keys of the block in a stage that this lane's rows keep.
     auto listed_keys = [&](KeptBits<4>(&kept)[2], int tile, int stage) __attribute__((always_inline)) {
-      int const row = own_row();
-      std::uint64_t const bits = storage.tile[tile].bits + row % kListedBlock * 16;
-      kept[0] = kept_keys(storage.entry[stage], bits, band, row);
-      kept[1] = kept_keys(storage.entry[stage], bits + 8 * 16, band, row + 8);
+      if constexpr (kIsListed) {
+        int const row = own_row();
+        std::uint64_t const bits = storage.tile[tile].bits + row % kListedBlock * 16;
+        kept[0] = kept_keys(storage.entry[stage], bits, band, row);
+        kept[1] = kept_keys(storage.entry[stage], bits + 8 * 16, band, row + 8);
+      }
     };
     auto mask_block = [&](int visit) __attribute__((always_inline)) {
       apply_mask<kMask, Traits::kTileN>(tSrS, band, own_row(), 2 * (Traits::thread_index() % 4), visits.block(visit));
