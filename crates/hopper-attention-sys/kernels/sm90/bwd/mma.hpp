@@ -174,17 +174,15 @@ struct BwdMma {
         return 0.0F;
       }
     };
-    // How far the thread's first key is behind the diagonal of its first query, and the warpgroup's.
-    auto first_distance = [&](int row, int column) __attribute__((always_inline)) {
+    // How far the thread's first key is behind the diagonal of its first query.
+    auto distance_of_thread = [&]() __attribute__((always_inline)) {
       int diagonal = params.diagonal_offset;
       if constexpr (Traits::kIsPacked) {
         diagonal = diagonal_of(params, band);
       }
-      return n_block * kN + row - visits.block(visit) * kM - column - diagonal;
-    };
-    auto distance_of_thread = [&]() __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
-      return first_distance(warp_row(thread) + thread % 32 / 4, 2 * (thread % 4));
+      int const key = n_block * kN + warp_row(thread) + thread % 32 / 4;
+      return key - (visits.block(visit) * kM + 2 * (thread % 4)) - diagonal;
     };
     // What becomes of scores: nothing (they have a bias, if any), or the cap. Then they are all near (or masked), or of
     // any size, or they get a bias, too.
@@ -253,8 +251,7 @@ struct BwdMma {
       if constexpr (kModified) {
         if (!scalars.softcap.caps()) {
           if (has_alibi(params)) {
-            add_alibi<kM>(tS, slope_of_block(), distance_of_thread(),
-                          alibi_side<64, kM>(first_distance(consumer * 64, 0)));
+            add_alibi<kM>(tS, slope_of_block(), distance_of_thread());
           }
           mask_scores();
           modified_block(std::integral_constant<Form, Form::Plain>{});
