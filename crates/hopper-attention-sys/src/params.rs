@@ -20,7 +20,8 @@
 //! - The workspace: the address is a multiple of 16. Its contents are undefined before and after a launch.
 //! - `heads_q` and `heads_kv` are at least 1, and `heads_q` is a multiple of `heads_kv`. `batch * heads_q < 2^31`.
 //! - `seqlen_q + seqlen_kv < 2^30`.
-//! - A forward has queries (`batch >= 1`, `seqlen_q >= 1`), except where `amax` is wanted. It may have no keys.
+//! - A forward has queries (`batch >= 1`, `seqlen_q >= 1`), except where `amax` or `max_logits` is wanted. It
+//!   may have no keys.
 //! - A backward has `batch >= 1`, except where `d_sinks` is wanted. One of the two lengths may be 0, and then both.
 //! - Head dims are multiples of 8 (16 where operands are e4m3), at least 8, and at most those of the row.
 

@@ -9,8 +9,7 @@
 // above that. So a far key's bias is as exact as an f32 can be, and a near key's has an error that is small beside the
 // near key's own score: no term that grows with the position is added to scores and taken out of the LSE again.
 //
-// Beside the diagonal all distances of a block have one sign. Then the difference takes the slope with that sign, which
-// makes two instructions a score. On the diagonal it takes one more for the magnitude.
+// That makes two instructions a score: a difference of floats, whose magnitude is an operand of what follows.
 //
 // A forward goes from the last key to the first, so that a tile may begin with keys that are far from the diagonal, and
 // come nearer. There each block would outweigh what is there so far, and unseen blocks would stop their warps again and
@@ -43,7 +42,7 @@ CUTE_DEVICE float alibi_slope(TensorDesc const& slopes, int batch, int head, flo
   float const in_log2 = slope * kLog2E;
   float const inverse = reciprocal_approx(factor);
   float const rough = in_log2 * inverse;
-  if (fabsf(rough) < 0x1p100F) {
+  if (fabsf(rough) <= FLT_MAX) {
     return fmaf(fmaf(-rough, factor, in_log2), inverse, rough);
   }
   return fabsf(slope) <= FLT_MAX ? copysignf(FLT_MAX, slope) : slope;
@@ -65,36 +64,21 @@ CUTE_DEVICE float with_alibi(float score, float slope, int distance) {
   return fmaf(fabsf(static_cast<float>(distance)), -slope, score);
 }
 
-// On which side of the diagonal a block lies: above 0, all distances are 0 or more; below 0, they are 0 or less; 0: it
-// is on it. Of kRows rows by kColumns columns, whose first element has the distance `first`.
-template <int kRows, int kColumns>
-CUTE_DEVICE int alibi_side(int first) {
-  return first >= kColumns - 1 ? 1 : first <= 1 - kRows ? -1 : 0;
-}
-
 // Adds the bias to a thread's scores of one block: element (c, r, i) has the distance `distance + 8 r - (8 i + c)`, or
-// minus that (transposed scores). `side`: alibi_side, the same in the whole warp, or 0.
+// minus that (transposed scores).
 template <int kColumns, class Scores>
-CUTE_DEVICE void add_alibi(Scores& scores, float slope, int distance, int side) {
+CUTE_DEVICE void add_alibi(Scores& scores, float slope, int distance) {
   float const first[2] = {static_cast<float>(distance), static_cast<float>(distance + 8)};
-  auto const each = [&](auto const& bias) __attribute__((always_inline)) {
+  CUTE_UNROLL
+  for (int i = 0; i < kColumns / 8; ++i) {
     CUTE_UNROLL
-    for (int i = 0; i < kColumns / 8; ++i) {
+    for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float& score = scores(4 * i + 2 * r + c);
-          score = bias(first[r] - static_cast<float>(8 * i + c), score);
-        }
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores(4 * i + 2 * r + c);
+        score = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, score);
       }
     }
-  };
-  if (side != 0) {
-    float const of_side = side > 0 ? -slope : slope;
-    each([&](float distance_of, float score) { return fmaf(distance_of, of_side, score); });
-  } else {
-    each([&](float distance_of, float score) { return fmaf(fabsf(distance_of), -slope, score); });
   }
 }
 

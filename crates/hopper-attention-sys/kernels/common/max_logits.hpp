@@ -35,7 +35,7 @@ struct LargestScores {
     }
   }
 
-  CUTE_DEVICE std::uint32_t own() const { return cute::cast_smem_ptr_to_uint(&of[thread_index_anew() % 8]); }
+  CUTE_DEVICE std::uint32_t own() const { return cute::cast_smem_ptr_to_uint(&of[thread_index_anew() & 7]); }
 };
 
 CUTE_DEVICE bool wants_max_logits(FwdParams const& params) { return params.max_logits.address != 0; }
@@ -82,7 +82,7 @@ CUTE_DEVICE void finish_max_logit(FwdParams const& params, int head, LargestScor
       "@first red.relaxed.gpu.global.max.s32 [%0], %1;\n"
       "@negative red.relaxed.gpu.global.min.u32 [%0], %1;\n"
       "}\n" ::"l"(result),
-      "r"(bits), "r"(thread_index_anew() % 32)
+      "r"(bits), "r"(thread_index_anew() & 31)
       : "memory");
 }
 

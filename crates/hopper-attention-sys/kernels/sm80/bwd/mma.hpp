@@ -210,7 +210,7 @@ struct BwdMma {
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
             auto& strip_scores = scores.strip(strip);
-            add_alibi<kChunk>(strip_scores, of_head, distance() + 16 * strip, 0);
+            add_alibi<kChunk>(strip_scores, of_head, distance() + 16 * strip);
           }
         }
         // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.

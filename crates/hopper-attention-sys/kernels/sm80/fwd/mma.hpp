@@ -242,7 +242,7 @@ struct Mma {
             CUTE_UNROLL
             for (int strip = 0; strip < kStrips; ++strip) {
               auto& strip_scores = scores.strip(strip);
-              add_alibi<kTileN>(strip_scores, storage.slope, distance + 16 * strip, 0);
+              add_alibi<kTileN>(strip_scores, storage.slope, distance + 16 * strip);
             }
           }
         };

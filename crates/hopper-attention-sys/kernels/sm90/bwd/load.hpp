@@ -8,6 +8,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/alibi.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/start.hpp"
@@ -162,7 +163,12 @@ struct BwdLoad {
         storage.step[ring.stage] = listed_step<Traits>(params.blocks, tile, head);
       }
       if constexpr (Traits::kModifiers == Modifiers::Always) {
-        storage.modifiers.head[ring.stage] = head;
+        if constexpr (Traits::kIsPacked) {
+          float const slope = alibi_slope_or_zero(params, tile.batch, head, scalars.scale_log2);
+          storage.modifiers.slope_or_head[ring.stage] = __float_as_uint(slope);
+        } else {
+          storage.modifiers.slope_or_head[ring.stage] = head;
+        }
       }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);

@@ -164,30 +164,35 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // Rows for modified scores. The slope of the block's query head. (The loading lane has no registers for it.)
+    // Rows for modified scores. The slope of the block's query head. (The loading lane of the dense kernel has no
+    // registers for it, and these warps of the packed one have none.)
     auto slope_of_block = [&]() __attribute__((always_inline)) {
+      float slope = 0.0F;
       if constexpr (kModified) {
-        int head;
+        std::uint32_t word;
         asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(head)
-                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.head[ring.stage]))
+                     : "=r"(word)
+                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.slope_or_head[ring.stage]))
                      : "memory");
-        return alibi_slope(params.alibi, storage.tile[k.stage].batch, head, scalars.scale_log2);
-      } else {
-        return 0.0F;
+        slope = Traits::kIsPacked ? __uint_as_float(word)
+                                  : alibi_slope(params.alibi, storage.tile[k.stage].batch, static_cast<int>(word),
+                                                scalars.scale_log2);
       }
+      return slope;
     };
-    // How far the thread's first key is behind the diagonal of its first query, and the warpgroup's.
-    auto first_distance = [&](int row, int column) __attribute__((always_inline)) {
-      int diagonal = params.diagonal_offset;
-      if constexpr (Traits::kIsPacked) {
-        diagonal = diagonal_of(params, band);
-      }
-      return n_block * kN + row - visits.block(visit) * kM - column - diagonal;
-    };
+    // How far the thread's first key is behind the diagonal of its first query.
     auto distance_of_thread = [&]() __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
-      return first_distance(warp_row(thread) + thread % 32 / 4, 2 * (thread % 4));
+      int const key = n_block * kN + warp_row(thread) + thread % 32 / 4;
+      int const diagonal = Traits::kIsPacked ? diagonal_of(params, band) : params.diagonal_offset;
+      return key - (visits.block(visit) * kM + 2 * (thread % 4)) - diagonal;
+    };
+    // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+    auto hide_past_queries = [&]() __attribute__((always_inline)) {
+      int const left = band.seqlen_q - visits.block(visit) * kM;
+      if (kModified && Traits::kIsPacked && has_alibi(params) && left < kM) {
+        hide_queries(tS, left - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
+      }
     };
     // What becomes of scores: nothing (they have a bias, if any), or the cap. Then they are all near (or masked), or of
     // any size, or they get a bias, too.
@@ -207,7 +212,7 @@ struct BwdMma {
       CUTE_UNROLL
       for (int i = 0; i < kM / 8; ++i) {
         float minus_lse[2];
-        if (kForm == Form::FarWithBias && i > 0) {
+        if (kForm == Form::FarWithBias && !Traits::kIsPacked && i > 0) {
           slope = factor_after(tS(4 * i - 1), slope);  // or ptxas begins with all of them, and spills
         }
         CUTE_UNROLL
@@ -254,26 +259,21 @@ struct BwdMma {
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
-      // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
-      if (kModified && Traits::kIsPacked && has_alibi(params) && (m_block + 1) * kM > band.seqlen_q) {
-        hide_queries(tS, band.seqlen_q - m_block * kM - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
-      }
     };
     // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
-        if (!scalars.softcap.caps()) {
-          if (has_alibi(params)) {
-            add_alibi<kM>(tS, slope_of_block(), distance_of_thread(),
-                          alibi_side<64, kM>(first_distance(consumer * 64, 0)));
-          }
-          mask_scores();
-          modified_block(std::integral_constant<Form, Form::Plain>{});
-          return;
+        bool near = false;
+        if (scalars.softcap.caps()) {
+          near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+        } else if (has_alibi(params)) {
+          add_alibi<kM>(tS, slope_of_block(), distance_of_thread());
         }
-        bool const near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
         mask_scores();
-        if (has_alibi(params)) {
+        hide_past_queries();
+        if (!scalars.softcap.caps()) {
+          modified_block(std::integral_constant<Form, Form::Plain>{});
+        } else if (has_alibi(params)) {
           modified_block(std::integral_constant<Form, Form::FarWithBias>{});
         } else if (near) {
           modified_block(std::integral_constant<Form, Form::Near>{});

@@ -273,7 +273,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   struct Nothing {};
   // Of rows for modified scores.
   struct OfModifiers {
-    int head[kStages];  // the query head of each block
+    std::uint32_t slope_or_head[kStages];  // packed: the slope of each block's query head; else that head
   };
   struct CommonStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];

@@ -216,10 +216,6 @@ struct Mma {
         return 0.0F;
       }
     };
-    auto first_row_anew = [&]() __attribute__((always_inline)) {
-      int const block = static_cast<int>(read_shared(storage.tile[q.stage].block));
-      return block * Traits::kTileM + thread_index_anew() / 128 * 64 - 64;  // warpgroup 0 loads
-    };
     auto diagonal = [&]() __attribute__((always_inline)) {
       int offset = params.diagonal_offset;
       if constexpr (Traits::kIsPacked) {
@@ -231,15 +227,15 @@ struct Mma {
       return offset;
     };
     auto own_row_anew = [&]() __attribute__((always_inline)) {
-      return first_row_anew() + thread_index_anew() % 128 / 32 * 16 + thread_index_anew() % 32 / 4;
+      auto const thread = static_cast<unsigned>(thread_index_anew());
+      unsigned const row = thread / 32 * 16 + thread % 32 / 4 - 64;  // warpgroup 0 loads
+      return static_cast<int>(read_shared(storage.tile[q.stage].block) * Traits::kTileM + row);
     };
     auto add_bias = [&](int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_alibi(params)) {
-          int const from_block = diagonal() - visits.block(visit) * Traits::kTileN;
-          int const side = alibi_side<64, Traits::kTileN>(first_row_anew() + from_block);
-          add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + from_block - 2 * (thread_index_anew() % 4),
-                                    __shfl_sync(0xffffffffU, side, 0));
+          int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
+          add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + diagonal() - first_key);
         }
       }
     };
@@ -257,7 +253,7 @@ struct Mma {
       if constexpr (kModified) {
         if (wants_max_logits(params)) {
           see_scores<Traits::kTileN>(tSrS, own_row_anew(), queries_of(scalars, storage.tile[q.stage]),
-                                     storage.modifiers.largest[thread_index_anew() / 32 - 4]);
+                                     storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
         }
       }
     };
@@ -473,7 +469,8 @@ struct Mma {
       }
       if constexpr (kModified) {
         if (wants_max_logits(params)) {
-          finish_max_logit(params, storage.tile[q.stage].head, storage.modifiers.largest[thread_index_anew() / 32 - 4]);
+          finish_max_logit(params, storage.tile[q.stage].head,
+                           storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
         }
       }
       Turns::wait(consumer);
