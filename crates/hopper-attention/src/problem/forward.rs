@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::alibi::AlibiSlopes;
-use super::blocks::BlockMask;
+use super::block_mask::BlockMask;
 use super::dims::Dims;
 use super::fp8::Fp8;
 use super::packing::{LENGTHS, Packing, batch_of};

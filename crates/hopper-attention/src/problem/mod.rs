@@ -4,6 +4,7 @@
 
 mod alibi;
 mod backward;
+mod block_mask;
 mod blocks;
 mod dims;
 mod forward;
@@ -17,7 +18,7 @@ mod softcap;
 
 pub use alibi::AlibiSlopes;
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
-pub use blocks::{BlockMask, MASK_BLOCK, MASK_BLOCK_WORDS};
+pub use block_mask::{BlockMask, MASK_BLOCK, MASK_BLOCK_WORDS};
 pub use dims::Dims;
 pub use forward::{ForwardProblem, ForwardProblemBuilder};
 pub use quantize::{Quantizer, QuantizerBuilder};
