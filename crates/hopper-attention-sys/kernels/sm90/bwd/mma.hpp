@@ -207,11 +207,11 @@ struct BwdMma {
         } else {
           cap_block(std::false_type{});
         }
-        return;
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < tS.size(); ++i) {
-        tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < tS.size(); ++i) {
+          tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
+        }
       }
     };
     // `scale` makes an element of a sum. `see` is given each pair, and gives it back.
