@@ -298,7 +298,8 @@ fn few_tiles_of_e4m3_have_scores_in_f32_and_are_shared() {
     assert_eq!((choice.shares, behind.kernel.most_shares, behind.grid), (1, 8, 132));
     // Also where the kernel is named, and few tiles would be shared if it were alone.
     let few = problem(4, 2048, 128, true);
-    let named = rows.iter().find(|row| row.scores == DType::F16 && row.mask == MaskClass::Causal && row.head_dim_qk == 128);
+    let named =
+        rows.iter().find(|row| row.scores == DType::F16 && row.mask == MaskClass::Causal && row.head_dim_qk == 128);
     let choice = select_row(&few, &H100, named.unwrap(), None, &rows).unwrap();
     assert_eq!((choice.shares, choice.fallback.unwrap().grid), (1, 64));
 }
