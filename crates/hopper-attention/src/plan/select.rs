@@ -72,7 +72,7 @@ pub struct Choice {
     pub grid: i32,
     /// Number of CTAs that share the keys of a tile: at least 1, and at most the kernel's
     /// [`most_shares`](KernelInfo::most_shares). These CTAs are a cluster: the GPU runs them at the same time, and each reads
-    /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`).
+    /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`, `fp8/shares.hpp`).
     ///
     /// Above 1 where tiles are few and visit many blocks of keys. CTAs then draw no tiles.
     pub shares: i32,

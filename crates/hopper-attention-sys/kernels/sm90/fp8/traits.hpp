@@ -178,8 +178,8 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   using Leak = Fp8Leak<TileRecord>;
   using TileBand = cute::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
 
-  // Whether this kernel's CTAs share tiles, and the most CTAs that may share one: 8 is the largest cluster that a kernel
-  // may have without asking for more. A row has a second kernel for that (shares.hpp).
+  // Whether this kernel's CTAs share tiles, and the most CTAs that may share one: 8 is the largest cluster that a
+  // kernel may have without asking for more. A row has a second kernel for that (shares.hpp).
   //
   // That is for launches of few tiles. They are short, so that checking the range of scores in f16, and the launch
   // behind, cost more than f16 brings: only rows with scores in f32 have it.
