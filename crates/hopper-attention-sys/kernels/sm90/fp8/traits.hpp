@@ -163,9 +163,9 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
                                   (kConsumers == 3 ? kHeadDimQK == 128 : kScores == Scores::F32);
 
   // Whether the next tile's scores have to wait until O is written: partial sums, or all of a wide O, pass through more
-  // registers than are left beside them. (So do a packed tile's lengths under a causal mask at head dim 192/128.)
+  // registers than are left beside them. (So do a packed tile's lengths under a mask at head dim 192/128.)
   static constexpr bool kScoresWait = kSplits || kHeadDimVO > 128 ||
-                                      (kPacked && kHeadDimQK > 128 && kMask == MaskClass::Causal);
+                                      (kPacked && kHeadDimQK > 128 && kMask != MaskClass::Full);
 
   // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
