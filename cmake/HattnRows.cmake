@@ -6,7 +6,7 @@
 # hattn_add_rows(ARCH/PASS)
 #   Reads kernels/ARCH/PASS/PASS.def. A row is one line:
 #   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more])`, where `more` is the type of scores
-#   (sm90/fp8), or `capped` (sm90/fwd, sm90/bwd).
+#   (sm90/fp8), or `modified` (sm90/fwd, sm90/bwd).
 #   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS). A list without such a row adds nothing:
 #   only the list sm90/fwd has head dim 96, only forward lists have head dims above 128, and only sm90/fp8 has E4M3. Of the kept rows it makes
 #     - for the launch table bwd_rows.def (of the pass bwd) or fwd_rows.def: the kept rows, in their order, after those of earlier

@@ -341,9 +341,9 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         _ => (AWAIT_ALL_BUT_ONE, AWAIT_ALL, row.tile_n()),
     };
     let (found, wanted) = (compiled.exponentials(after, before), columns / 2); // 64 rows on 128 threads
-    // Not of e4m3, which is faster with them behind the wait (benches/LOG.md, 20). Backward rows for capped scores have no
+    // Not of e4m3, which is faster with them behind the wait (benches/LOG.md, 20). Backward rows for modified scores have no
     // registers for it: theirs stand after dQ.
-    if found < wanted && row.dtype() != DType::E4M3 && !row.needs_softcap() {
+    if found < wanted && row.dtype() != DType::E4M3 && !row.needs_modifiers() {
         faults.push(format!("{found} exponentials of a block's {wanted} stand before {before}"));
     }
     // Nothing but scores is summed in f16, and by the rows of such alone.
@@ -496,9 +496,10 @@ fn every_row_is_compiled_as_planned() {
             let (head_dim_qk, head_dim_vo) = (row.head_dim_qk(), row.head_dim_vo());
             let (tile_m, tile_n) = (row.tile_m(), row.tile_n());
             let scores = if dtype == DType::E4M3 { format!(", {}", row.scores()) } else { String::new() };
-            let capped = if row.needs_softcap() { ", capped" } else { "" };
-            let expected =
-                format!("{dtype}, {mask}, {head_dim_qk}, {head_dim_vo}, {tile_m}, {tile_n}, {stages}{scores}{capped}");
+            let modified = if row.needs_modifiers() { ", modified" } else { "" };
+            let expected = format!(
+                "{dtype}, {mask}, {head_dim_qk}, {head_dim_vo}, {tile_m}, {tile_n}, {stages}{scores}{modified}"
+            );
             assert_eq!(columns.to_lowercase(), expected, "row {row} stands where the build has another one");
             let object = built.source(source);
             let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();

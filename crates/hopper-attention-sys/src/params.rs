@@ -20,7 +20,8 @@
 //! - The workspace: the address is a multiple of 16. Its contents are undefined before and after a launch.
 //! - `heads_q` and `heads_kv` are at least 1, and `heads_q` is a multiple of `heads_kv`. `batch * heads_q < 2^31`.
 //! - `seqlen_q + seqlen_kv < 2^30`.
-//! - A forward has queries (`batch >= 1`, `seqlen_q >= 1`), except where `amax` is wanted. It may have no keys.
+//! - A forward has queries (`batch >= 1`, `seqlen_q >= 1`), except where `amax` or `max_logits` is wanted. It
+//!   may have no keys.
 //! - A backward has `batch >= 1`, except where `d_sinks` is wanted. One of the two lengths may be 0, and then both.
 //! - Head dims are multiples of 8 (16 where operands are e4m3), at least 8, and at most those of the row.
 
@@ -88,15 +89,16 @@ mod ffi {
         F16 = 1,
     }
 
-    /// Which problems a row computes: those without a cap of the scores (`FwdParams::softcap`), or those with one.
+    /// Which problems a row computes: those without modifiers of the scores (`softcap`, `alibi` and `max_logits` of
+    /// `FwdParams`, which see or change single scores), or those with one or more.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(u8)]
-    enum Caps {
-        /// Those without a cap.
+    enum Modifiers {
+        /// Those without modifiers.
         Never = 0,
         /// All.
         Either = 1,
-        /// Those with a cap.
+        /// Those with one modifier or more.
         Always = 2,
     }
 
@@ -307,8 +309,17 @@ mod ffi {
         edges: MaskEdges,
         /// Cap of the scores, in units of scaled scores: a score `s = softmax_scale * q k` becomes
         /// `softcap * tanh(s / softcap)`, before the mask (`kernels/common/softcap.hpp`). 0: there is none. Else it is
-        /// above 0, and `softmax_scale / softcap` and `softcap * log2(e)` are normal. The row's `caps` allows it.
+        /// above 0, and `softmax_scale / softcap` and `softcap * log2(e)` are normal. The row's `modifiers` allow it.
         softcap: f32,
+        /// Slopes of ALiBi, f32 `[batch, heads_q]`, read (`kernels/common/alibi.hpp`): the score of query `i` and key `j` loses
+        /// `slope * |i + diagonal - j|`, after the cap and before the mask. The diagonal is `diagonal_offset`, or that of a
+        /// sequence where it has one of its own (`Sequences::bottom_right`). `stride_batch` is 0 where batch entries share
+        /// slopes. Packed sequences are batch entries. May be absent. The row's `modifiers` allow it.
+        alibi: TensorDesc,
+        /// Largest score of each query head, f32 `[heads_q]`, `stride_head` apart, written (`kernels/common/max_logits.hpp`):
+        /// of all batch entries, queries and keys that are kept, in natural units, after `softmax_scale`, cap and ALiBi. -inf
+        /// where there is none. May be absent. The row's `modifiers` allow it.
+        max_logits: TensorDesc,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -423,6 +434,8 @@ mod ffi {
         edges: MaskEdges,
         /// Cap of the scores, as there.
         softcap: f32,
+        /// Slopes of ALiBi, as there.
+        alibi: TensorDesc,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
@@ -523,8 +536,8 @@ mod ffi {
         most_shares: i32,
         /// Whether the row takes sequences of lengths that the device knows (`Sequences`).
         packs: bool,
-        /// Whether the row caps scores.
-        caps: Caps,
+        /// Whether the row has code for modifiers of the scores.
+        modifiers: Modifiers,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.
@@ -538,6 +551,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BwdParams, Caps, DType, FwdParams, MaskClass, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor,
-    RowInfo, Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
+    Arch, BwdParams, DType, FwdParams, MaskClass, MaskEdges, Modifiers, QuantizeParams, QuantizeRowInfo,
+    QuantizeTensor, RowInfo, Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };

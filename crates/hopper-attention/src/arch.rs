@@ -106,16 +106,16 @@ impl fmt::Display for Arch {
     }
 }
 
-/// Which problems a kernel computes: those whose scores have no cap (softcap), or those whose scores have
-/// one.
+/// Which problems a kernel computes: those whose scores are `softmax_scale * Q K^T` and no more, or those with modified
+/// scores (a softcap, ALiBi), or whose largest score is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(not(any(test, feature = "cuda")), allow(dead_code, reason = "there are no kernels"))]
-pub(crate) enum Caps {
-    /// Those without a cap.
+pub(crate) enum Modifiers {
+    /// Those without modifiers.
     Never,
     /// All.
     Either,
-    /// Those with a cap.
+    /// Those with one modifier or more.
     Always,
 }
 

@@ -8,7 +8,7 @@ use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUresult;
 use hopper_attention_sys as ffi;
 
-use crate::arch::{Arch, Caps, MaskClass, Pass};
+use crate::arch::{Arch, MaskClass, Modifiers, Pass};
 use crate::device::driver;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -45,7 +45,7 @@ same_values! {
     arch, to_arch: ffi::Arch = Arch { Sm80, Sm90 }
     mask_class, to_mask_class: ffi::MaskClass = MaskClass { Full, Causal, Window }
     scaling, to_scaling: ffi::Scaling = Scaling { PerTensor, PerHead, PerBlock }
-    caps, to_caps: ffi::Caps = Caps { Never, Either, Always }
+    modifiers, to_modifiers: ffi::Modifiers = Modifiers { Never, Either, Always }
 }
 
 /// An element type of the kernels. `None` for a value that this crate does not know.

@@ -5,7 +5,7 @@ use std::fmt::{self, Write as _};
 #[cfg(feature = "cuda")]
 use once_cell::sync::Lazy;
 
-use crate::arch::{Arch, Caps, DeviceFacts, MaskClass, Pass};
+use crate::arch::{Arch, DeviceFacts, MaskClass, Modifiers, Pass};
 use crate::dtype::DType;
 #[cfg(feature = "cuda")]
 use crate::sys;
@@ -32,7 +32,7 @@ pub struct KernelInfo {
     pub(crate) split_bytes: usize,
     pub(crate) most_shares: usize,
     pub(crate) packs: bool,
-    pub(crate) caps: Caps,
+    pub(crate) modifiers: Modifiers,
 }
 
 impl KernelInfo {
@@ -119,14 +119,15 @@ impl KernelInfo {
         self.packs
     }
 
-    /// Whether the kernel takes problems whose scores have a cap ([`softcap`](crate::ForwardProblemBuilder::softcap)).
-    pub fn takes_softcap(&self) -> bool {
-        self.caps != Caps::Never
+    /// Whether the kernel takes problems with modified scores: those with a cap
+    /// ([`softcap`](crate::ForwardProblemBuilder::softcap)).
+    pub fn takes_modifiers(&self) -> bool {
+        self.modifiers != Modifiers::Never
     }
 
     /// Whether the kernel takes such problems alone.
-    pub fn needs_softcap(&self) -> bool {
-        self.caps == Caps::Always
+    pub fn needs_modifiers(&self) -> bool {
+        self.modifiers == Modifiers::Always
     }
 
     /// Whether a CTA of the kernel computes one tile and ends, however many there are. The kernels with tiles of 64 queries are so:
@@ -170,7 +171,7 @@ impl KernelInfo {
             split_bytes: count(info.split_bytes)?,
             most_shares: count(info.most_shares)?,
             packs: info.packs,
-            caps: sys::caps(info.caps)?,
+            modifiers: sys::modifiers(info.modifiers)?,
         })
     }
 }
@@ -179,11 +180,11 @@ impl fmt::Display for KernelInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { arch, pass, dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages, scores, .. } = self;
         let scores = if *scores == DType::F16 { " scores f16" } else { "" };
-        let softcap = if self.needs_softcap() { " softcap" } else { "" };
+        let modified = if self.needs_modifiers() { " modified" } else { "" };
         write!(
             f,
             "{arch} {pass} {dtype} {mask} head_dim {head_dim_qk}/{head_dim_vo} tile {tile_m}x{tile_n} stages \
-             {stages}{scores}{softcap}"
+             {stages}{scores}{modified}"
         )
     }
 }
@@ -274,11 +275,11 @@ pub fn support_table<'a>(rows: impl IntoIterator<Item = &'a KernelInfo>) -> Stri
         // Kernels move the vectors of Q, K, V and O in steps of 16 bytes.
         let least = 16 / dtype.bytes();
         let scores = if *scores == DType::F16 { ", f16 scores" } else { "" };
-        let softcap = if row.needs_softcap() { ", softcap" } else { "" };
+        let modified = if row.needs_modifiers() { ", modified" } else { "" };
         // Writing to a String cannot fail.
         let _ = writeln!(
             table,
-            "| {arch} | {pass} | {dtype}{scores}{softcap} | {mask} | {least} to {head_dim_qk} | {least} to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
+            "| {arch} | {pass} | {dtype}{scores}{modified} | {mask} | {least} to {head_dim_qk} | {least} to {head_dim_vo} | {tile_m} x {tile_n} | {stages} \
              | {:.1} KiB |",
             *smem_bytes as f64 / 1024.0
         );
@@ -308,7 +309,7 @@ pub(crate) mod tests {
         split_bytes: 0,
         most_shares: 1,
         packs: false,
-        caps: Caps::Either,
+        modifiers: Modifiers::Either,
     };
 
     #[test]
@@ -330,9 +331,9 @@ pub(crate) mod tests {
         assert_eq!(ROW.to_string(), "sm90 fwd bf16 causal head_dim 128/128 tile 128x176 stages 2");
         let line = "| sm90 | fwd | bf16 | causal | 8 to 128 | 8 to 128 | 128 x 176 | 2 | 213.0 KiB |";
         assert_eq!(support_table(&[ROW]).lines().last(), Some(line));
-        let capped = KernelInfo { caps: Caps::Always, ..ROW };
-        assert_eq!(capped.to_string(), "sm90 fwd bf16 causal head_dim 128/128 tile 128x176 stages 2 softcap");
-        assert!(support_table(&[capped]).contains("| bf16, softcap | causal |"));
+        let modified = KernelInfo { modifiers: Modifiers::Always, ..ROW };
+        assert_eq!(modified.to_string(), "sm90 fwd bf16 causal head_dim 128/128 tile 128x176 stages 2 modified");
+        assert!(support_table(&[modified]).contains("| bf16, modified | causal |"));
         let row = KernelInfo { dtype: DType::E4M3, scores: DType::F16, ..ROW };
         assert_eq!(row.to_string(), "sm90 fwd e4m3 causal head_dim 128/128 tile 128x176 stages 2 scores f16");
         let line = "| sm90 | fwd | e4m3, f16 scores | causal | 16 to 128 | 16 to 128 | 128 x 176 | 2 | 213.0 KiB |";

@@ -48,7 +48,7 @@ impl Plan {
             let plan = problem.plan_with_row(device, &row).expect("a plan of the row");
             all.push((format!("backward {row}"), Self::Backward(plan)));
         }
-        for row in gpu.capped_backward_rows().into_iter().filter(KernelInfo::needs_softcap) {
+        for row in gpu.modified_backward_rows().into_iter().filter(KernelInfo::needs_modifiers) {
             let forward = case(&row).softcap(30.0).problem(row.dtype());
             let problem = BackwardProblem::builder(&forward).deterministic(true).build().expect("a legal problem");
             let plan = problem.plan_with_row(device, &row).expect("a plan of the row");

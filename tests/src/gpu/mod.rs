@@ -56,12 +56,12 @@ impl Gpu {
 
     /// The forward rows of 16-bit operands that this GPU runs.
     pub fn rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.dtype() != DType::E4M3 && !row.needs_softcap()).collect()
+        self.running(kernels()).into_iter().filter(|row| row.dtype() != DType::E4M3 && !row.needs_modifiers()).collect()
     }
 
-    /// Those that take capped scores.
-    pub fn capped_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(KernelInfo::takes_softcap).collect()
+    /// Those that take modified scores.
+    pub fn modified_rows(&self) -> Vec<KernelInfo> {
+        self.running(kernels()).into_iter().filter(KernelInfo::takes_modifiers).collect()
     }
 
     /// Those of e4m3 operands.
@@ -69,14 +69,14 @@ impl Gpu {
         self.running(kernels()).into_iter().filter(|row| row.dtype() == DType::E4M3).collect()
     }
 
-    /// The backward rows that this GPU runs, but those for capped scores alone.
+    /// The backward rows that this GPU runs, but those for modified scores alone.
     pub fn backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(|row| !row.needs_softcap()).collect()
+        self.running(backward_kernels()).into_iter().filter(|row| !row.needs_modifiers()).collect()
     }
 
-    /// The backward rows that this GPU runs, and that take capped scores.
-    pub fn capped_backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(KernelInfo::takes_softcap).collect()
+    /// The backward rows that this GPU runs, and that take modified scores.
+    pub fn modified_backward_rows(&self) -> Vec<KernelInfo> {
+        self.running(backward_kernels()).into_iter().filter(KernelInfo::takes_modifiers).collect()
     }
 
     fn running(&self, rows: &[KernelInfo]) -> Vec<KernelInfo> {

@@ -54,14 +54,14 @@ fn capping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> 
 #[test]
 fn every_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_row_takes_a_softcap") else { return };
-    let rows = capping(&gpu, gpu.capped_rows(), false);
+    let rows = capping(&gpu, gpu.modified_rows(), false);
     take(&gpu, &rows, &cases(Grid::from_env()), "forward with softcap", FORWARD);
 }
 
 #[test]
 fn every_packing_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_packing_row_takes_a_softcap") else { return };
-    let rows = packing_rows(capping(&gpu, gpu.capped_rows(), false));
+    let rows = packing_rows(capping(&gpu, gpu.modified_rows(), false));
     take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with softcap", FORWARD);
 }
 
@@ -74,7 +74,7 @@ fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
 #[test]
 fn every_backward_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_backward_row_takes_a_softcap") else { return };
-    let rows = capping(&gpu, gpu.capped_backward_rows(), true);
+    let rows = capping(&gpu, gpu.modified_backward_rows(), true);
     let cases = fitting(&rows, cases(Grid::from_env()));
     take(&gpu, &rows, &cases, "backward with softcap", BACKWARD);
 }
@@ -82,7 +82,7 @@ fn every_backward_row_takes_a_softcap() {
 #[test]
 fn every_packing_backward_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_packing_backward_row_takes_a_softcap") else { return };
-    let rows = packing_rows(capping(&gpu, gpu.capped_backward_rows(), true));
+    let rows = packing_rows(capping(&gpu, gpu.modified_backward_rows(), true));
     let cases = fitting(&rows, packed_cases(Grid::from_env()));
     take(&gpu, &rows, &cases, "packed backward with softcap", BACKWARD);
 }
@@ -91,10 +91,11 @@ fn every_packing_backward_row_takes_a_softcap() {
 #[test]
 fn garbage_under_the_mask_reaches_no_capped_row() {
     let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_capped_row") else { return };
-    for row in capping(&gpu, gpu.capped_rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+    for row in capping(&gpu, gpu.modified_rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
         with_dtype!(row.dtype(), garbage(&gpu, &row));
     }
-    for row in capping(&gpu, gpu.capped_backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+    for row in capping(&gpu, gpu.modified_backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full)
+    {
         with_dtype!(row.dtype(), garbage_backward(&gpu, &row));
     }
 }

@@ -69,6 +69,12 @@ __global__ void __launch_bounds__(kSinkThreads) fill_sinks(BwdParams const param
   store_sink_gradient(params, head, isnan(sink) && rows > 0 ? static_cast<double>(sink) : sum);
 }
 
+__global__ void fill_max_logits(TensorDesc const max_logits, int heads) {
+  for (int head = static_cast<int>(threadIdx.x); head < heads; head += static_cast<int>(blockDim.x)) {
+    reinterpret_cast<float*>(max_logits.address)[head * max_logits.stride_head] = -INFINITY;
+  }
+}
+
 // Rows [begin, end) of a batch entry, by CTAs `cta`, `cta + ctas` and so on of all.
 CUTE_DEVICE void fill_rows(TensorDesc const& tensor, int heads, int head_dim, TensorDesc const& lse, int batch,
                            int begin, int end, int cta, int ctas) {
@@ -121,6 +127,7 @@ Filling without_sinks(TensorDesc const& lse) noexcept { return {lse, TensorDesc{
 Status prepare_fill() noexcept {
   Status status = load_kernel(fill);
   status = is_ok(status) ? load_kernel(fill_sinks) : status;
+  status = is_ok(status) ? load_kernel(fill_max_logits) : status;
   return is_ok(status) ? load_kernel(fill_gaps) : status;
 }
 
@@ -139,6 +146,14 @@ Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, in
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept {
   Filling const filling{params.lse, params.sinks, params.sinks_dtype, reinterpret_cast<float*>(params.amax.address)};
   return launch(params.o, params.batch, params.seqlen_q, params.heads_q, params.head_dim_vo, filling, stream);
+}
+
+Status launch_fill_max_logits(FwdParams const& params, CUstream_st* stream) noexcept {
+  if (params.max_logits.address == 0) {
+    return {};
+  }
+  fill_max_logits<<<1, 256, 0, stream>>>(params.max_logits, params.heads_q);
+  return to_status(cudaGetLastError());
 }
 
 Status launch_fill_sinks(BwdParams const& params, CUstream_st* stream) noexcept {

@@ -25,6 +25,9 @@ inline TensorDesc of_two_bytes(TensorDesc tensor) noexcept {
   return tensor;
 }
 
+// Sets the results of common/max_logits.hpp to -inf. Nothing where they are not wanted.
+Status launch_fill_max_logits(FwdParams const& params, CUstream_st* stream) noexcept;
+
 // The rows of a packed tensor, or of a dense one with used lengths, that belong to no sequence: zeros, and LSE = -inf
 // where there is one. The table of sequences is there. `of_keys`: the tensor has the rows of keys.
 Status launch_fill_gaps(Sequences const& sequences, TensorDesc const& tensor, int batch, int rows, int heads,

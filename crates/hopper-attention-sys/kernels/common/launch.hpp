@@ -26,7 +26,7 @@ Status prepare_kernel(Kernel* kernel, int smem_bytes) noexcept {
 // The same for the three kernels of a backward. `main` is the one in the middle.
 template <class Traits, class Main>
 Status prepare_backward(Main* main) noexcept {
-  Status status = BwdStatistics<typename Traits::Uncapped>::load();
+  Status status = BwdStatistics<typename Traits::Plain>::load();
   status = is_ok(status) ? BwdConvert<typename Traits::Unmasked>::load() : status;
   return is_ok(status) ? prepare_kernel(main, Traits::kSmemBytes) : status;
 }
@@ -49,10 +49,13 @@ inline Status no_maps() noexcept { return {}; }
 template <class Encode, class StartMain>
 Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
                       StartMain const& start_main) noexcept {
-  if (params.seqlen_kv == 0) {
-    return launch_fill_empty(params, stream);
+  bool const has_rows = params.batch > 0 && params.seqlen_q > 0;
+  if (params.seqlen_kv == 0 || !has_rows) {
+    Status const status = launch_fill_max_logits(params, stream);
+    return is_ok(status) && has_rows ? launch_fill_empty(params, stream) : status;
   }
   Status status = encode();
+  status = is_ok(status) ? launch_fill_max_logits(params, stream) : status;
   status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
   if (is_ok(status)) {
     start_main(fwd_scalars(params));
@@ -77,8 +80,13 @@ template <class Traits, class Encode, class StartMain>
 Status launch_packed_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
                              StartMain const& start_main) noexcept {
   Sequences const& sequences = params.sequences;
-  if (params.batch > 0) {
+  if (params.batch == 0) {
+    if (Status const status = launch_fill_max_logits(params, stream); !is_ok(status)) {
+      return status;
+    }
+  } else {
     Status status = encode();
+    status = is_ok(status) ? launch_fill_max_logits(params, stream) : status;
     status = is_ok(status) ? launch_schedule(sequences,
                                              {params.batch, params.seqlen_q, params.seqlen_kv, Traits::kTileM,
                                               params.heads_q, sequences.list_size, 0, 0},
@@ -114,10 +122,10 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
     if (!is_ok(status)) {
       return status;
     }
-    BwdStatistics<typename Packed::Uncapped>::launch(params, stream);
+    BwdStatistics<typename Packed::Plain>::launch(params, stream);
     start_main();
     BwdConvert<typename Packed::Unmasked>::launch(params, stream);
-    BwdStatistics<typename Packed::Uncapped>::launch_sinks(params, stream);
+    BwdStatistics<typename Packed::Plain>::launch_sinks(params, stream);
     status = to_status(cudaGetLastError());
   } else {
     status = launch_fill_sinks(params, stream);  // no row: 0
@@ -144,10 +152,10 @@ Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode cons
   if (Status const status = encode(); !is_ok(status)) {
     return status;
   }
-  BwdStatistics<typename Traits::Uncapped>::launch(params, stream);
+  BwdStatistics<typename Traits::Plain>::launch(params, stream);
   start_main(bwd_scalars<Traits>(params));
   BwdConvert<typename Traits::Unmasked>::launch(params, stream);
-  BwdStatistics<typename Traits::Uncapped>::launch_sinks(params, stream);
+  BwdStatistics<typename Traits::Plain>::launch_sinks(params, stream);
   return to_status(cudaGetLastError());
 }
 

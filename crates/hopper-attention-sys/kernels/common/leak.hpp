@@ -21,6 +21,7 @@
 #include <cute/config.hpp>
 #include <type_traits>
 
+#include "common/alibi.hpp"
 #include "common/element.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
@@ -194,7 +195,7 @@ CUTE_DEVICE bool lacks_nan(float2 const& has, float2 const& other) {
 }
 
 // What a head's O is computed of, where operands have 16 bits. (FP8: sm90/fp8/leak.hpp.)
-template <class E, Caps kCaps>
+template <class E, Modifiers kModifiers>
 struct PlainOperands {
   using Element = E;
   HeadRows<Element> q;
@@ -205,6 +206,8 @@ struct PlainOperands {
   float scale_log2;
   float inner;  // of a cap, or 0 (softcap.hpp)
   float sink_of_rows;
+  float slope;   // of ALiBi (alibi.hpp), or 0
+  int diagonal;  // of the sequence
 
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
     int const kv_head = head / (params.heads_q / params.heads_kv);
@@ -213,9 +216,11 @@ struct PlainOperands {
             HeadRows<Element>::of(params.v, batch, kv_head),
             params.head_dim_qk,
             params.head_dim_vo,
-            kCaps == Caps::Never ? exponent_factor(params.softmax_scale) : forward_factor(params),
-            kCaps == Caps::Never ? 0.0F : inner_of(params),
-            sink_of_head(params, head)};
+            kModifiers == Modifiers::Never ? exponent_factor(params.softmax_scale) : forward_factor(params),
+            kModifiers == Modifiers::Never ? 0.0F : inner_of(params),
+            sink_of_head(params, head),
+            kModifiers == Modifiers::Never ? 0.0F : alibi_slope_or_zero(params, batch, head, forward_factor(params)),
+            params.diagonal_offset};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);
@@ -225,14 +230,16 @@ struct PlainOperands {
     operands.q.skip(tile.q_begin);
     operands.k.skip(tile.kv_begin);
     operands.v.skip(tile.kv_begin);
+    operands.diagonal = diagonal_of_tile(params, tile);
     return operands;
   }
   // The score of a query and a key in powers of two, from their product.
-  CUTE_DEVICE float score(float product, int, int) const {
-    if constexpr (kCaps == Caps::Never) {
+  CUTE_DEVICE float score(float product, [[maybe_unused]] int query, [[maybe_unused]] int key) const {
+    if constexpr (kModifiers == Modifiers::Never) {
       return product * scale_log2;
     } else {
-      return (inner == 0.0F ? product : capped(product, inner)) * scale_log2;
+      float const kept = inner == 0.0F ? product : capped(product, inner);
+      return with_alibi(kept, slope, query + diagonal - key) * scale_log2;
     }
   }
   // What V of a key is multiplied by.
@@ -285,7 +292,7 @@ struct SoundRows {
   }
 };
 
-template <class Traits, class Operands = PlainOperands<typename Traits::Element, Traits::kCaps>>
+template <class Traits, class Operands = PlainOperands<typename Traits::Element, Traits::kModifiers>>
 struct Leaks {
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr MaskClass kMask = Traits::kMask;

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
+#include "common/alibi.hpp"
 #include "common/leak.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
@@ -233,15 +234,24 @@ struct RepairGradients {
       }
     }
   }
-  CUTE_DEVICE Weights weights_of(Statistics const& of_query, float s, float d_p) const {
-    bool const capped = params.softcap != 0.0F;
+  CUTE_DEVICE int diagonal() const {
+    if constexpr (Traits::kIsPacked) {
+      return diagonal_of_tile(params, sequence);
+    } else {
+      return params.diagonal_offset;
+    }
+  }
+  CUTE_DEVICE Weights weights_of(Statistics const& of_query, int head, int query, int key, float s, float d_p) const {
     float slope = 1.0F;
-    if (capped) {
+    if (params.softcap != 0.0F) {
       CappedScore const score = CappedScore::of(s * (inner_of(params) * kTwoLog2E));
       s = score.t;
       slope = score.slope;
     }
-    float const p = of_query.weight(s, backward_factor(params), capped);
+    if (has_alibi(params)) {
+      s = with_alibi(s, alibi_slope(params.alibi, batch, head, backward_factor(params)), query + diagonal() - key);
+    }
+    float const p = of_query.weight(s, backward_factor(params), has_modifiers(params));
     return {p, p * (d_p + of_query.negative_delta()) * slope, !of_query.is_empty()};
   }
 
@@ -271,8 +281,8 @@ struct RepairGradients {
     clear(sums);
     add_pairs<false>(
         query_rows(params.q, head), query_rows(params.d_o, head), query, key_rows(params.k, kv_head),
-        key_rows(params.v, kv_head), begin, end, [&](int, float s, float d_p) { return weights_of(of_query, s, d_p); },
-        sums, unused);
+        key_rows(params.v, kv_head), begin, end,
+        [&](int key, float s, float d_p) { return weights_of(of_query, head, query, key, s, d_p); }, sums, unused);
     replace(query_rows(params.d_q, anew(head)), query, range, old, sums, params.softmax_scale);
   }
 
@@ -333,7 +343,8 @@ struct RepairGradients {
       add_pairs<true>(
           key_rows(params.k, kv_head), key_rows(params.v, kv_head), key, query_rows(params.q, head),
           query_rows(params.d_o, head), begin, end,
-          [&](int query, float s, float d_p) { return weights_of(statistics(head, query), s, d_p); }, sums_k, sums_v);
+          [&](int query, float s, float d_p) { return weights_of(statistics(head, query), head, query, key, s, d_p); },
+          sums_k, sums_v);
     }
     replace(key_rows(params.d_k, anew(kv_head)), key, of_k, old_k, sums_k, params.softmax_scale);
     replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, 1.0F);

@@ -16,7 +16,7 @@ namespace hattn {
 template <class Traits>
 struct Overflows {
   static_assert(Traits::kMask == MaskClass::Full, "a row has all keys");
-  using Operands = PlainOperands<typename Traits::Element, Traits::kCaps>;
+  using Operands = PlainOperands<typename Traits::Element, Traits::kModifiers>;
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr unsigned kAll = 0xffffffffU;
 

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
       delta = lane == i ? sum : delta;
     }
     if (lane < kPasses && mine < inner) {
-      auto const statistics = Traits::Statistics::of(lse, d_lse, delta, params.softmax_scale, params.softcap != 0.0F);
+      auto const statistics = Traits::Statistics::of(lse, d_lse, delta, params.softmax_scale, has_modifiers(params));
       std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
       reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = statistics;
     }

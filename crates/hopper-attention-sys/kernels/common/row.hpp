@@ -54,7 +54,7 @@ struct RowTraits {
   static constexpr int kMostShares = 1;     // CTAs of a cluster that may share a tile (sm90)
   static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
   static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
-  static constexpr Caps kCaps = Caps::Never;
+  static constexpr Modifiers kModifiers = Modifiers::Never;
 };
 
 // A row's description, from its traits.
@@ -74,7 +74,7 @@ constexpr RowInfo row_info() noexcept {
   info.scores = Traits::kScores;
   info.most_shares = Traits::kMostShares;
   info.packs = Traits::kPacks;
-  info.caps = Traits::kCaps;
+  info.modifiers = Traits::kModifiers;
   return info;
 }
 

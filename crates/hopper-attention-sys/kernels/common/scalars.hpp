@@ -103,6 +103,12 @@ CUTE_HOST_DEVICE float backward_factor(BwdParams const& params) {
   return exponent_factor(params.softcap == 0.0F ? exponent_scale(params.softmax_scale) : params.softcap);
 }
 
+// Whether a backward has modified scores. Statistics of queries then have another form (Statistics in
+// sm90/bwd/traits.hpp).
+CUTE_HOST_DEVICE bool has_modifiers(BwdParams const& params) {
+  return params.softcap != 0.0F || params.alibi.address != 0;
+}
+
 // Rows from a batch entry to the next. (Where lengths are the device's, it is a whole number: Rust has checked it.)
 inline int rows_apart(TensorDesc const& tensor) noexcept {
   return tensor.stride_row == 0 ? 0 : static_cast<int>(tensor.stride_batch / tensor.stride_row);

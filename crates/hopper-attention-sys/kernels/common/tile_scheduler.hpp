@@ -39,6 +39,16 @@ CUTE_DEVICE Band band_of_tile(Params const& params, Place const& tile) {
   return {offset - params.window_left, offset + params.window_right, tile.q_len, tile.kv_len, params.edges};
 }
 
+// The key at which query 0 of a tile's sequence stands.
+template <class Params>
+CUTE_DEVICE int diagonal_of_tile(Params const& params, Tile const&) {
+  return params.diagonal_offset;
+}
+template <class Params, class Place>
+CUTE_DEVICE int diagonal_of_tile(Params const& params, Place const& tile) {
+  return params.diagonal_offset + (params.sequences.bottom_right ? tile.kv_len - tile.q_len : 0);
+}
+
 // The queries of a tile's sequence.
 template <class Scalars>
 CUTE_DEVICE int queries_of(Scalars const& scalars, Tile const&) {

@@ -140,5 +140,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         sinks_dtype: sys::sinks_dtype(problem.forward()),
         d_sinks: operand(Slot::DSinks),
         softcap: problem.forward().softcap(),
+        alibi: sys::TensorDesc::default(),
     })
 }

@@ -164,5 +164,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         sinks: operand(Slot::Sinks),
         sinks_dtype: sys::sinks_dtype(problem),
         softcap: problem.softcap(),
+        alibi: sys::TensorDesc::default(),
+        max_logits: sys::TensorDesc::default(),
     })
 }

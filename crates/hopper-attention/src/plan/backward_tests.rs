@@ -1,7 +1,7 @@
 //! Tests of backward plans.
 
 use super::*;
-use crate::arch::{Caps, ComputeCapability, Pass};
+use crate::arch::{ComputeCapability, Modifiers, Pass};
 use crate::dtype::DType;
 use crate::mask::Mask;
 use crate::problem::{Dims, ForwardProblem};
@@ -32,7 +32,7 @@ fn rows() -> Vec<KernelInfo> {
                 split_bytes: 0,
                 most_shares: 1,
                 packs: false,
-                caps: Caps::Never,
+                modifiers: Modifiers::Never,
             });
         }
     }
@@ -46,13 +46,13 @@ fn rows_for_capped_scores_are_for_them_alone() {
         let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).softcap(cap).build().unwrap();
         BackwardProblem::builder(&forward).build().unwrap()
     };
-    let with = |caps| rows().into_iter().map(move |row| KernelInfo { row: row.row + 6, caps, ..row });
-    let both: Vec<_> = rows().into_iter().chain(with(Caps::Always)).collect();
-    for (cap, caps) in [(0.0, Caps::Never), (50.0, Caps::Always)] {
+    let with = |modifiers| rows().into_iter().map(move |row| KernelInfo { row: row.row + 6, modifiers, ..row });
+    let both: Vec<_> = rows().into_iter().chain(with(Modifiers::Always)).collect();
+    for (cap, modifiers) in [(0.0, Modifiers::Never), (50.0, Modifiers::Always)] {
         let choice = select_backward(&problem(cap), &H100, &both).unwrap();
-        assert_eq!((choice.kernel.caps, choice.kernel.mask), (caps, MaskClass::Causal));
-        let either: Vec<_> = with(Caps::Either).collect();
-        assert_eq!(select_backward(&problem(cap), &H100, &either).unwrap().kernel.caps, Caps::Either);
+        assert_eq!((choice.kernel.modifiers, choice.kernel.mask), (modifiers, MaskClass::Causal));
+        let either: Vec<_> = with(Modifiers::Either).collect();
+        assert_eq!(select_backward(&problem(cap), &H100, &either).unwrap().kernel.modifiers, Modifiers::Either);
     }
     let refused = |cap, rows: &[KernelInfo]| select_backward(&problem(cap), &H100, rows).unwrap_err().to_string();
     let text = "unsupported: softcap 50 with backward sm90 kernels for bf16; nearest: no softcap, or Device::cpu()";

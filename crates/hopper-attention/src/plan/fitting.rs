@@ -115,7 +115,7 @@ pub(super) fn fitting<'a>(
     let capped = problem.softcap() != 0.0;
     let rows = filter_rows(
         rows,
-        |row| if capped { row.takes_softcap() } else { !row.needs_softcap() },
+        |row| if capped { row.takes_modifiers() } else { !row.needs_modifiers() },
         |rows| {
             let pass = if is_backward(rows) { "backward " } else { "" };
             let arch = list(rows, |row| row.arch.to_string());

@@ -218,7 +218,7 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arch::{Arch, Caps};
+    use crate::arch::{Arch, Modifiers};
     use crate::dtype::DType;
     use crate::mask::Mask;
     use crate::plan::schedule::small_bands;
@@ -239,7 +239,7 @@ mod tests {
             tile_n: 128,
             most_shares: 8,
             packs: false,
-            caps: Caps::Either,
+            modifiers: Modifiers::Either,
             ..ROW
         };
         Work::new(&row, dims, Bounds::of(&problem), 132, class != MaskClass::Full).best().0

@@ -1,5 +1,5 @@
 use super::*;
-use crate::arch::{Arch, Caps, ComputeCapability, Pass};
+use crate::arch::{Arch, ComputeCapability, Modifiers, Pass};
 use crate::device::Device;
 use crate::mask::{Corner, Mask};
 use crate::plan::fitting::mask_class;
@@ -27,7 +27,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         split_bytes: 0,
         most_shares: 1,
         packs: false,
-        caps: Caps::Either,
+        modifiers: Modifiers::Either,
     }
 }
 

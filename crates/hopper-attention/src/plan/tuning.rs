@@ -121,7 +121,7 @@ impl fmt::Display for Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arch::{Arch, Caps, MaskClass, Pass};
+    use crate::arch::{Arch, MaskClass, Modifiers, Pass};
     use crate::dtype::DType;
     use crate::mask::Mask;
     use crate::problem::Dims;
@@ -147,7 +147,7 @@ mod tests {
             split_bytes: 0,
             most_shares: 1,
             packs: false,
-            caps: Caps::Either,
+            modifiers: Modifiers::Either,
         })
     }
 

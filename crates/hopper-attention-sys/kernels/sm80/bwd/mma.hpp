@@ -12,6 +12,7 @@
 
 #include <cfloat>
 
+#include "common/alibi.hpp"
 #include "common/barrier.hpp"
 #include "common/fragment.hpp"
 #include "common/leak_bwd.hpp"
@@ -138,8 +139,8 @@ struct BwdMma {
 
   // One chunk of a block: adds its products to dV or dK.
   template <class Gradient>
-  CUTE_DEVICE static void add_chunk(BwdScalars const& scalars, Band const& band, Storage& storage, int stage,
-                                    int m_block, int chunk, Gradient& gradient) {
+  CUTE_DEVICE static void add_chunk(BwdParams const& params, BwdScalars const& scalars, Band const& band,
+                                    Storage& storage, int stage, int m_block, int chunk, Gradient& gradient) {
     int const lane = Traits::thread_index() % 32;
     // Where this lane has P, or dS, of its first key and queries.
     std::uint32_t const place = cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
@@ -195,6 +196,32 @@ struct BwdMma {
       constexpr float kMasked = -FLT_MAX;
       bool const capped = scalars.softcap.caps();
       float const masked = capped ? kMasked : -INFINITY;
+      bool const biased = has_alibi(params);
+      auto const slope = [&]() {
+        return alibi_slope(params.alibi, storage.tile.batch, storage.head[stage], scalars.scale_log2);
+      };
+      // How far the lane's first key is behind the diagonal of its first query.
+      auto const distance = [&]() {
+        return n_pair * Traits::kKeys + lane / 4 - m_chunk * kChunk - lane % 4 * 2 - diagonal_of(params, band);
+      };
+      if (__builtin_expect(biased, false)) {
+        if (!capped) {
+          float const of_head = slope();
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            auto& strip_scores = scores.strip(strip);
+            add_alibi<kChunk>(strip_scores, of_head, distance() + 16 * strip);
+          }
+        }
+        // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+        if (Traits::kIsPacked && (m_chunk + 1) * kChunk > band.seqlen_q) {
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            auto& strip_scores = scores.strip(strip);
+            hide_queries(strip_scores, band.seqlen_q - m_chunk * kChunk - lane % 4 * 2, masked);
+          }
+        }
+      }
       if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
@@ -207,6 +234,8 @@ struct BwdMma {
         // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form:
         // some kernels have no registers for both.)
         float const factor = scalars.softcap.factor_anew();
+        float const of_head = biased ? slope() : 0.0F;
+        float const first = static_cast<float>(distance());
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
           float4 const s = statistics(i);
@@ -219,7 +248,9 @@ struct BwdMma {
               CUTE_UNROLL
               for (int c = 0; c < 2; ++c) {
                 float const score = scores(4 * i + 2 * r + c, strip);
-                CappedScore const of_score = CappedScore::far(score * factor);
+                CappedScore of_score = CappedScore::far(score * factor);
+                of_score.t =
+                    fmaf(fabsf(first + static_cast<float>(16 * strip + 8 * r - 8 * i - c)), -of_head, of_score.t);
                 p[c] = exp2_approx(fmaf(of_score.t, scalars.scale_log2, c == 0 ? s.x : s.z));
                 p[c] = score == kMasked ? 0.0F : p[c];
                 slopes[c] = of_score.slope;
@@ -371,8 +402,8 @@ struct BwdMma {
         head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
         if constexpr (Traits::kRegistersShort) {
           storage.visit[stage ^ 1] = visit;
-          storage.head[stage ^ 1] = head;
         }
+        storage.head[stage ^ 1] = head;
         Load::queries(params, scalars, storage.tile, head, storage.visits.block(visit), stage ^ 1, storage);
       }
       commit_copies();
@@ -381,7 +412,7 @@ struct BwdMma {
       }
       CUTE_UNROLL
       for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-        add_chunk(scalars, band, storage, stage,
+        add_chunk(params, scalars, band, storage, stage,
                   Traits::kRegistersShort ? storage.visits.block(storage.visit[stage]) : m_block, chunk, gradient);
       }
       if (makes_p(Traits::thread_index()) && block_before() >= 0) {

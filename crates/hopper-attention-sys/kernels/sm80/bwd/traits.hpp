@@ -36,7 +36,7 @@ struct LiftedStatistics : Statistics {
     return {{fmaf(-lse, kLog2E, static_cast<float>(kLift)), (d_lse - delta) * kDrop}};
   }
 
-  // P of a pair, from the product of Q and K, or from what a cap makes of it.
+  // P of a pair, from the product of Q and K, or from what modifiers make of it.
   CUTE_DEVICE float weight(float s, float scale_log2, bool) const {
     return exp2_approx(fmaf(s, scale_log2, this->minus_lse - static_cast<float>(kLift)));
   }
@@ -75,8 +75,8 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
-  using Uncapped = BwdTraits;
-  static constexpr Caps kCaps = Caps::Either;
+  using Plain = BwdTraits;
+  static constexpr Modifiers kModifiers = Modifiers::Either;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;

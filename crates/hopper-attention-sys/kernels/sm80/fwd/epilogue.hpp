@@ -94,7 +94,7 @@ struct Epilogue {
     auto const owned = [](int) { return true; };
     __syncwarp();
     RepairOf<Traits>::repair(
-        PlainOperands<Element, Traits::kCaps>::of(params, tile), band, first_row,
+        PlainOperands<Element, Traits::kModifiers>::of(params, tile), band, first_row,
         SoundRows::of_inverses<Traits>(factors),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }

@@ -5,9 +5,11 @@
 // meanwhile.
 #pragma once
 
+#include "common/alibi.hpp"
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/max_logits.hpp"
 #include "common/softcap.hpp"
 #include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
@@ -117,6 +119,12 @@ struct Mma {
       own = KeyVisits::of_rows<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows, visits);
       storage.own[Traits::thread_index() / 32] = own;
     }
+    if (__builtin_expect(has_alibi(params), false)) {
+      storage.slope = alibi_slope(params.alibi, tile.batch, tile.head, scalars.scale_log2);
+    }
+    if (__builtin_expect(wants_max_logits(params), false)) {
+      storage.largest[Traits::thread_index() / 32].clear();
+    }
     Load<Traits> const load(params, scalars, storage, tile);
     load.first(tile, visits);
 
@@ -222,13 +230,35 @@ struct Mma {
             score_step(queries[0], k, step, scores);
           }
         }
-        // Where scores are capped, the softmax has tanh in their place.
-        auto cap = [&]() {
+        // The softmax has what cap and ALiBi make of the products in their place.
+        auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
+        auto modify = [&]() {
           if (__builtin_expect(scalars.softcap.caps(), false)) {
             cap_any<8>(scores, scalars.softcap);
           }
+          if (__builtin_expect(has_alibi(params), false)) {
+            int const distance =
+                own_row() + diagonal_of(params, band) - visits.block(visit) * kTileN - Traits::thread_index() % 4 * 2;
+            CUTE_UNROLL
+            for (int strip = 0; strip < kStrips; ++strip) {
+              auto& strip_scores = scores.strip(strip);
+              add_alibi<kTileN>(strip_scores, storage.slope, distance + 16 * strip);
+            }
+          }
         };
-        cap();
+        modify();
+        // Behind the mask.
+        auto see_largest = [&]() {
+          if (__builtin_expect(wants_max_logits(params), false)) {
+            CUTE_UNROLL
+            for (int strip = 0; strip < kStrips; ++strip) {
+              auto& strip_scores = scores.strip(strip);
+              see_scores<kTileN>(
+                  strip_scores, [&]() { return own_row() + 16 * strip; }, band.seqlen_q,
+                  storage.largest[Traits::thread_index() / 32]);
+            }
+          }
+        };
         auto recompute = [&]() {
           if constexpr (Traits::kQueriesInStage) {
             std::uint32_t const k_again = k_lane(visit);
@@ -248,15 +278,20 @@ struct Mma {
               score_step(again, k_again, step, scores);
             }
           }
-          cap();
+          modify();
         };
         // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
         bool starts = own.is_first(visit);
         if constexpr (kFirstBlocks > 1) {
           starts = (kMask == MaskClass::Full ? visits : own).end - visit <= kFirstBlocks;
         }
-        if (masked || starts || limits.none()) {
-          auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
+        bool compares = masked || starts || limits.none();
+        if (__builtin_expect(has_alibi(params), false)) {
+          compares = compares ||
+                     visits.block(visit) >
+                         first_unseen_block<kTileN>(storage.slope, first_row(storage.tile), diagonal_of(params, band));
+        }
+        if (compares) {
           if (masked) {
             int const row = own_row();
             int const column = Traits::thread_index() % 4 * 2;
@@ -266,6 +301,7 @@ struct Mma {
               apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, column, visits.block(visit));
             }
           }
+          see_largest();
           softmax.compared_block(scores, scalars.scale_log2, rescale_output);
           make_p();
           if (starts) {
@@ -277,6 +313,7 @@ struct Mma {
             limits = softmax.later_limits();
           }
         } else {
+          see_largest();
           float sums[Softmax::kRows];
           softmax.unseen_block(scores, scalars.scale_log2, sums);
           if (limits.reached(sums)) {
@@ -314,6 +351,9 @@ struct Mma {
         }
       }
       begins = false;
+    }
+    if (__builtin_expect(wants_max_logits(params), false)) {
+      finish_max_logit(params, storage.tile.head, storage.largest[Traits::thread_index() / 32]);
     }
     Epilogue<Traits>::run(params, scalars, band, storage.tile, first_row(storage.tile), softmax, output);
   }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/element.hpp"
+#include "common/max_logits.hpp"
 #include "common/row.hpp"
 #include "common/thread.hpp"
 #include "common/tile_scheduler.hpp"
@@ -24,7 +25,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
-  static constexpr Caps kCaps = Caps::Either;
+  static constexpr Modifiers kModifiers = Modifiers::Either;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
@@ -90,6 +91,8 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     KeyVisits own[kThreads / 32];  // the visits that each warp's rows need
     std::uint64_t k_head;          // where the tile's head of K and V begins
     std::uint64_t v_head;
+    float slope;                           // of ALiBi, of the tile (common/alibi.hpp)
+    LargestScores largest[kThreads / 32];  // of each warp (common/max_logits.hpp)
     std::conditional_t<kPacked, OfPacked, Nothing> packed;
   };
 

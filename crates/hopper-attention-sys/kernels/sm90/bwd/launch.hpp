@@ -73,12 +73,12 @@ struct BwdLaunch {
 
 }  // namespace hattn::sm90
 
-// A row for capped scores has one column more, which says `capped`.
+// A row for modified scores has one column more, which says `modified`.
 #define HATTN_BWD_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, ...)                                \
   namespace hattn {                                                                                                \
   BwdRow HATTN_ROW(sm90_bwd, dtype, mask, dqk, dvo, tile_m, tile_n, stages, __VA_ARGS__)() noexcept {              \
     using TraitsOfRow = sm90::BwdTraits<DType::dtype, MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, false,    \
-                                        sizeof("" #__VA_ARGS__) == sizeof("capped")>;                              \
+                                        sizeof("" #__VA_ARGS__) == sizeof("modified")>;                            \
     return {row_info<TraitsOfRow>(), sm90::BwdLaunch<TraitsOfRow>::prepare, sm90::BwdLaunch<TraitsOfRow>::launch}; \
   }                                                                                                                \
   }

@@ -8,6 +8,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/alibi.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
 #include "common/start.hpp"
@@ -132,6 +133,14 @@ struct BwdLoad {
                                  CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
+      if constexpr (Traits::kModifiers == Modifiers::Always) {
+        if constexpr (Traits::kIsPacked) {
+          float const slope = alibi_slope_or_zero(params, tile.batch, head, scalars.scale_log2);
+          storage.modifiers.slope_or_head[ring.stage] = __float_as_uint(slope);
+        } else {
+          storage.modifiers.slope_or_head[ring.stage] = head;
+        }
+      }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
       if constexpr (Traits::kIsPacked) {

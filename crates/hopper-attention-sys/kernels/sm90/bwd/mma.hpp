@@ -14,12 +14,13 @@
 // The step of a block begins and ends with no product in flight. dQ and dP share registers: dQ is stored before dP is
 // issued.
 //
-// Rows for capped scores (common/softcap.hpp) have S without the LSE, which threads subtract from what the cap makes of
-// it. They multiply P by the derivative of the cap at once, and keep that in place of P.
+// Rows for modified scores (common/softcap.hpp, common/alibi.hpp) have S without the LSE, which threads subtract from
+// what the modifiers make of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
 #pragma once
 
 #include <cfloat>
 
+#include "common/alibi.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
 #include "common/memory.hpp"
@@ -40,8 +41,8 @@ struct BwdMma {
   using Storage = typename Traits::SharedStorage;
   static_assert(Traits::kStages == 2, "dS has as many buffers as Q and dO");
   static constexpr MaskClass kMask = Traits::kMask;
-  static constexpr bool kCapped = Traits::kCaps == Caps::Always;
-  static constexpr float kMasked = kCapped ? -FLT_MAX : -INFINITY;  // a score
+  static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
+  static constexpr float kMasked = kModified ? -FLT_MAX : -INFINITY;  // a score
 
   // A thread's place in its warpgroup, as a new value at each call. Where registers are shortest it is even read again.
   CUTE_DEVICE static int thread_in_group_anew(int thread) {
@@ -142,7 +143,7 @@ struct BwdMma {
     };
 
     auto issue_scores = [&]() __attribute__((always_inline)) {
-      if constexpr (kCapped) {
+      if constexpr (kModified) {
         issue_product<MmaScores, false>(tSrK.stage(k.stage), tSrQ.stage(ring.stage), tS);
       } else {
         issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(0), tSrStatistics.stage(ring.stage), tSrK.stage(k.stage),
@@ -160,13 +161,57 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // Where scores are capped: P of a block goes to its operand, and P (1 - t^2) is left in tS. kNear: of scores that
-    // are all near, or masked.
-    auto cap_block = [&](auto near) __attribute__((always_inline)) {
+    // Rows for modified scores. The slope of the block's query head. (The loading lane of the dense kernel has no
+    // registers for it, and these warps of the packed one have none.)
+    auto slope_of_block = [&]() __attribute__((always_inline)) {
+      float slope = 0.0F;
+      if constexpr (kModified) {
+        std::uint32_t word;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(word)
+                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.slope_or_head[ring.stage]))
+                     : "memory");
+        slope = Traits::kIsPacked ? __uint_as_float(word)
+                                  : alibi_slope(params.alibi, storage.tile[k.stage].batch, static_cast<int>(word),
+                                                scalars.scale_log2);
+      }
+      return slope;
+    };
+    // How far the thread's first key is behind the diagonal of its first query.
+    auto distance_of_thread = [&]() __attribute__((always_inline)) {
+      int const thread = thread_in_group_anew(thread_in_group);
+      int const key = n_block * kN + warp_row(thread) + thread % 32 / 4;
+      int const diagonal = Traits::kIsPacked ? diagonal_of(params, band) : params.diagonal_offset;
+      return key - (visits.block(visit) * kM + 2 * (thread % 4)) - diagonal;
+    };
+    // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+    auto hide_past_queries = [&]() __attribute__((always_inline)) {
+      int const left = band.seqlen_q - visits.block(visit) * kM;
+      if (kModified && Traits::kIsPacked && has_alibi(params) && left < kM) {
+        hide_queries(tS, left - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
+      }
+    };
+    // What becomes of scores: nothing (they have a bias, if any), or the cap. Then they are all near (or masked), or of
+    // any size, or they get a bias, too.
+    enum class Form { Plain, Near, Far, FarWithBias };
+    // P of a block goes to its operand, and P (1 - t^2) is left in tS.
+    auto modified_block = [&](auto form) __attribute__((always_inline)) {
+      constexpr Form kForm = decltype(form)::value;
+      float slope = 0.0F;
+      float first[2] = {0.0F, 0.0F};
+      if constexpr (kForm == Form::FarWithBias) {
+        slope = slope_of_block();
+        int const distance = distance_of_thread();
+        first[0] = static_cast<float>(distance);
+        first[1] = static_cast<float>(distance + 8);
+      }
       auto const* const statistics = storage.statistics[ring.stage] + 2 * (thread_in_group_anew(thread_in_group) % 4);
       CUTE_UNROLL
       for (int i = 0; i < kM / 8; ++i) {
         float minus_lse[2];
+        if (kForm == Form::FarWithBias && !Traits::kIsPacked && i > 0) {
+          slope = factor_after(tS(4 * i - 1), slope);  // or ptxas begins with all of them, and spills
+        }
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           uint2 const words = *reinterpret_cast<uint2 const*>(&statistics[8 * i + c]);
@@ -179,8 +224,15 @@ struct BwdMma {
           for (int c = 0; c < 2; ++c) {
             float& score = tS(4 * i + 2 * r + c);
             bool const masked = score == kMasked;
-            CappedScore const capped = near ? CappedScore::near(masked ? 0.0F : score, scalars.softcap)
-                                            : CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            CappedScore capped{score, 1.0F};
+            if constexpr (kForm == Form::Near) {
+              capped = CappedScore::near(masked ? 0.0F : score, scalars.softcap);
+            } else if constexpr (kForm != Form::Plain) {
+              capped = CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+            }
+            if constexpr (kForm == Form::FarWithBias) {
+              capped.t = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, capped.t);
+            }
             p[c] = exp2_approx(fmaf(capped.t, scalars.scale_log2, minus_lse[c]));
             p[c] = masked ? 0.0F : p[c];
             score = p[c] * capped.slope;
@@ -189,25 +241,36 @@ struct BwdMma {
         }
       }
     };
-    // P of a block, from its scores.
-    auto exponentials = [&]() __attribute__((always_inline)) {
-      bool near = false;
-      if constexpr (kCapped) {
-        near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
-      }
+    auto mask_scores = [&]() __attribute__((always_inline)) {
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
-      if constexpr (kCapped) {
-        if (near) {
-          cap_block(std::true_type{});
+    };
+    // P of a block, from its scores.
+    auto exponentials = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        bool near = false;
+        if (scalars.softcap.caps()) {
+          near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+        } else if (has_alibi(params)) {
+          add_alibi<kM>(tS, slope_of_block(), distance_of_thread());
+        }
+        mask_scores();
+        hide_past_queries();
+        if (!scalars.softcap.caps()) {
+          modified_block(std::integral_constant<Form, Form::Plain>{});
+        } else if (has_alibi(params)) {
+          modified_block(std::integral_constant<Form, Form::FarWithBias>{});
+        } else if (near) {
+          modified_block(std::integral_constant<Form, Form::Near>{});
         } else {
-          cap_block(std::false_type{});
+          modified_block(std::integral_constant<Form, Form::Far>{});
         }
       } else {
+        mask_scores();
         CUTE_UNROLL
         for (int i = 0; i < tS.size(); ++i) {
           tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
@@ -348,7 +411,7 @@ struct BwdMma {
     // whether it is of a sequence's only tile. (As a run-time branch it cost all packed tiles 7%.)
     auto step = [&](auto is_first, auto only) __attribute__((always_inline)) {
       std::uint32_t after = 0;
-      if constexpr (!kCapped) {
+      if constexpr (!kModified) {
         exponentials();
         warpgroup_fence_operand(tS);
         // ptxas would move the exponentials behind the products, where registers are short: the barrier before dQ
@@ -374,7 +437,7 @@ struct BwdMma {
       } else {
         finish_queries(k.stage, after, only, remaining + 1);
       }
-      if constexpr (kCapped) {
+      if constexpr (kModified) {
         // Not before dQ: P beside P (1 - t^2) and dQ would take more registers than there are.
         exponentials();
         warpgroup_fence_operand(tS);
@@ -383,7 +446,7 @@ struct BwdMma {
       // every uniform register there is.
       issue_sum<MmaStatistics, MmaScores>(tSrOnes.stage(1), tSrStatistics.stage(ring.stage), tPrV.stage(opaque_zero()),
                                           tPrdO.stage(ring.stage), tdP);
-      if constexpr (!kCapped) {
+      if constexpr (!kModified) {
         pack(tP, tS);
       }
       issue_product<MmaDV, true>(tP, tVrdO.stage(ring.stage), tdV);

@@ -41,26 +41,27 @@ CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
 // number would do the same to S. It becomes infinite in dP, which is enough for the kernel after this one to see it,
 // and `nan_delta` tells that it was NaN (common/leak_bwd.hpp).
 //
-// Where scores are capped (common/softcap.hpp), tanh must see the product of Q and K alone. Then S begins with 0, and
-// threads subtract the LSE: -LSE in powers of two is there as the bits of an f32, the higher half in the first place
-// and a byte in each of the two others. So no place is NaN or infinity beside the zeros that dP has for it.
+// Where scores are modified, tanh must see the product of Q and K alone (common/softcap.hpp), and so must ALiBi's bias,
+// which is exact in f32 alone (common/alibi.hpp). Then S begins with 0, and threads subtract the LSE: -LSE in powers of
+// two is there as the bits of an f32, the higher half in the first place and a byte in each of the two others. So no
+// place is NaN or infinity beside the zeros that dP has for it.
 struct alignas(16) Statistics {
   cutlass::bfloat16_t minus_lse[3];
   cutlass::bfloat16_t minus_delta[3];
   cutlass::bfloat16_t nan_delta;  // 0 or 1. The products multiply it with 0.
   cutlass::bfloat16_t zero;
 
-  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale, bool capped) {
+  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale, bool modified) {
     constexpr float kFar = -3e38F;
     Statistics statistics{};
     float start = kFar;
     if (lse != -INFINITY) {
-      start = capped ? -lse * kLog2E : __fdiv_rn(-lse, exponent_scale(softmax_scale));
+      start = modified ? -lse * kLog2E : __fdiv_rn(-lse, exponent_scale(softmax_scale));
       start = start < kFar ? kFar : start;  // which keeps a NaN
       split(d_lse - delta, statistics.minus_delta);
       statistics.nan_delta = cutlass::bfloat16_t{isnan(d_lse - delta) ? 1.0F : 0.0F};
     }
-    if (capped) {
+    if (modified) {
       std::uint32_t const bits = __float_as_uint(start > -kFar ? -kFar : start);
       statistics.minus_lse[0] = cutlass::bfloat16_t::bitcast(static_cast<std::uint16_t>(bits >> 16));
       statistics.minus_lse[1] = cutlass::bfloat16_t::bitcast(static_cast<std::uint16_t>(bits >> 8 & 0xff));
@@ -77,13 +78,13 @@ struct alignas(16) Statistics {
   CUTE_DEVICE static float sum(cutlass::bfloat16_t const (&terms)[3]) {
     return static_cast<float>(terms[0]) + static_cast<float>(terms[1]) + static_cast<float>(terms[2]);
   }
-  // -LSE in powers of two, where scores are capped: of the first four places.
+  // -LSE in powers of two, where scores are modified: of the first four places.
   CUTE_DEVICE static float joined(std::uint32_t first_two, std::uint32_t other_two) {
     return __uint_as_float(__byte_perm(first_two, other_two, 0x1024));
   }
-  // P of a pair, from the product of Q and K, or from what a cap makes of it.
-  CUTE_DEVICE float weight(float s, float scale_log2, bool capped) const {
-    if (capped) {
+  // P of a pair, from the product of Q and K, or from what modifiers make of it.
+  CUTE_DEVICE float weight(float s, float scale_log2, bool modified) const {
+    if (modified) {
       auto const* const words = reinterpret_cast<std::uint32_t const*>(minus_lse);
       return exp2_approx(fmaf(s, scale_log2, joined(words[0], words[1])));
     }
@@ -135,23 +136,23 @@ constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
 static_assert(kUnvisited == -kFresh);
 
-// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kCapped: of a row for
-// capped scores.
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kModified: of a row
+// for modified scores.
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
-          bool kPacked = false, bool kCapped = false>
+          bool kPacked = false, bool kModified = false>
 struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
   // What does not depend on the mask is taken of these.
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   // What the kernels around do not depend on, either.
-  using Uncapped = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+  using Plain = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
-  static constexpr Caps kCaps = kCapped ? Caps::Always : Caps::Never;
+  static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
-  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kCapped>;
+  using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kModified>;
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedShare, TileShare>;
   using TileBand = std::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
@@ -261,6 +262,11 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     CUTE_DEVICE static int row(int thread) { return thread / 32 * 16; }
   };
 
+  struct Nothing {};
+  // Of rows for modified scores.
+  struct OfModifiers {
+    std::uint32_t slope_or_head[kStages];  // packed: the slope of each block's query head; else that head
+  };
   struct SharedStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];
     alignas(1024) Element v[kElementsV];
@@ -287,6 +293,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier sent_full[2];
     Mbarrier sent_empty[2];
     int sent_step[2];  // what is added to the progress of a block whose dQ was sent
+    std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");

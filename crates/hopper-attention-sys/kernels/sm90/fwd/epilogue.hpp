@@ -119,7 +119,7 @@ struct Epilogue {
     auto const tile = storage.tile[buffer];
     int const row = Traits::kWritesOutput ? thread_index_anew() / 32 * 16 - 64  // warpgroup 0 loads
                                           : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
-    auto const operands = PlainOperands<Element, Traits::kCaps>::of(params, tile);
+    auto const operands = PlainOperands<Element, Traits::kModifiers>::of(params, tile);
     __syncwarp();
     using Repair = RepairOf<Traits>;
     int const first_row = tile.block * Traits::kTileM + row;

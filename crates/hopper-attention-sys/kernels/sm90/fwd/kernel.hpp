@@ -23,8 +23,9 @@
 // device knows (Traits::kIsPacked). A tile then carries its sequence's place and lengths, the band follows from these,
 // and the tensor maps have five dimensions (encode_packed_map in sm90/tensor_map.hpp). Everything else is the same.
 //
-// Rows for capped scores (common/softcap.hpp) have kernels of their own: every product with K is followed by tanh,
-// before the mask. Their tiles are not shared.
+// Rows for modified scores have kernels of their own: a product with K is followed by the cap (common/softcap.hpp), by
+// ALiBi (common/alibi.hpp), by the mask, and by a look for the largest score (common/max_logits.hpp), each where it is
+// asked for. Their tiles are not shared.
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //
@@ -70,6 +71,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/max_logits.hpp"
 #include "common/start.hpp"
 #include "common/thread.hpp"
 #include "sm90/fwd/load.hpp"
@@ -100,6 +102,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kIsPacked) {
       storage.table_full.init(1);
     }
+    if constexpr (Traits::kModifiers == Modifiers::Always) {
+      for (auto& largest : storage.modifiers.largest) {
+        largest.clear();
+      }
+    }
     init_barriers(storage.k_full, 1);
     init_barriers(storage.v_full, 1);
     init_barriers(storage.k_empty, kReadingWarps);
@@ -121,10 +128,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Load<Traits>::keys_and_values(params, scalars, map_k, map_v, band, storage);
     } else if (warp == 1 && cute::elect_one_sync()) {
       if constexpr (Traits::kIsPacked) {
-        Load<Traits>::queries_and_outputs(scalars, map_q, map_o, Load<Traits>::packed_scheduler(scalars, storage),
-                                          storage);
+        Load<Traits>::queries_and_outputs(params, scalars, map_q, map_o,
+                                          Load<Traits>::packed_scheduler(scalars, storage), storage);
       } else {
-        Load<Traits>::queries_and_outputs(scalars, map_q, map_o, scheduler, storage);
+        Load<Traits>::queries_and_outputs(params, scalars, map_q, map_o, scheduler, storage);
       }
     }
   } else {

@@ -88,12 +88,12 @@ struct FwdLaunch {
 
 }  // namespace hattn::sm90
 
-// A row for capped scores has one column more, which says `capped`.
+// A row for modified scores has one column more, which says `modified`.
 #define HATTN_FWD_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, ...)                                \
   namespace hattn {                                                                                                \
   FwdRow HATTN_ROW(sm90_fwd, dtype, mask, dqk, dvo, tile_m, tile_n, stages, __VA_ARGS__)() noexcept {              \
     using TraitsOfRow = sm90::FwdTraits<DType::dtype, MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, false,    \
-                                        sizeof("" #__VA_ARGS__) == sizeof("capped")>;                              \
+                                        sizeof("" #__VA_ARGS__) == sizeof("modified")>;                            \
     return {row_info<TraitsOfRow>(), sm90::FwdLaunch<TraitsOfRow>::prepare, sm90::FwdLaunch<TraitsOfRow>::launch}; \
   }                                                                                                                \
   }

@@ -5,6 +5,7 @@
 //   loaded into. Where the keys of a tile are shared (shares.hpp), it loads the Q of one tile and is done.
 #pragma once
 
+#include "common/alibi.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
@@ -113,7 +114,7 @@ struct Load {
 
   // Draws tiles, loads Q, stores O. A tile is announced to the consumers and to warp 0 when its Q is asked for. Where a
   // tile lies is worked out once, here.
-  CUTE_DEVICE static void queries_and_outputs(Scalars const& scalars, CUtensorMap const& map_q,
+  CUTE_DEVICE static void queries_and_outputs(FwdParams const& params, Scalars const& scalars, CUtensorMap const& map_q,
                                               CUtensorMap const& map_o, Scheduler const& scheduler, Storage& storage) {
     int rows_apart_q = 0;
     int rows_apart_o = 0;
@@ -122,7 +123,7 @@ struct Load {
       rows_apart_o = scalars.rows_apart_o;
     }
     if constexpr (Traits::kWritesOutput) {
-      draw_for_one_buffer(scalars, scheduler, storage, map_q, rows_apart_q);
+      draw_for_one_buffer(params, scalars, scheduler, storage, map_q, rows_apart_q);
       return;
     }
     // Announces the tile of an index of the tile order. Whether another one may be announced before that tile is nearly
@@ -136,6 +137,7 @@ struct Load {
             queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
       }
       storage.tile[buffer] = tile;
+      store_slope(params, scalars, tile, storage, buffer);
       storage.tile_full[buffer].arrive();
       if constexpr (Traits::kIsPacked) {
         return tile.valid() && !draws_late<Traits::kTileN>(tile, scalars);
@@ -169,11 +171,22 @@ struct Load {
   }
 
  private:
+  // The slope that goes with a tile's record.
+  CUTE_DEVICE static void store_slope(FwdParams const& params, Scalars const& scalars, TileRecord const& tile,
+                                      Storage& storage, int record) {
+    if constexpr (Traits::kModifiers == Modifiers::Always) {
+      if (has_alibi(params) && tile.valid()) {
+        storage.modifiers.slope[record] = alibi_slope(params.alibi, tile.batch, tile.head, scalars.scale_log2);
+      }
+    }
+  }
+
   // Draws tiles and loads Q, where consumers write O. The record of a tile is written before its Q can be loaded, so
   // that warp 0 and the consumers know what comes. The record that it replaces is of the tile three before, whose O is
   // written: the consumers have handed back the Q of the tile after that.
-  CUTE_DEVICE static void draw_for_one_buffer(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
-                                              CUtensorMap const& map_q, int rows_apart_q) {
+  CUTE_DEVICE static void draw_for_one_buffer(FwdParams const& params, Scalars const& scalars,
+                                              Scheduler const& scheduler, Storage& storage, CUtensorMap const& map_q,
+                                              int rows_apart_q) {
     bool launch_late = false;
     if constexpr (!Traits::kIsPacked) {
       launch_late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
@@ -184,6 +197,7 @@ struct Load {
     for (RingPosition<Traits::kRecords> q;; q.advance()) {
       TileRecord const tile = scheduler.tile(scheduler.draw(round));
       storage.tile[q.stage] = tile;
+      store_slope(params, scalars, tile, storage, q.stage);
       storage.tile_full[q.stage].arrive();
       if (!tile.valid()) {
         break;

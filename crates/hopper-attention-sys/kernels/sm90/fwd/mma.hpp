@@ -15,7 +15,9 @@
 // Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
 
+#include "common/alibi.hpp"
 #include "common/mask.hpp"
+#include "common/max_logits.hpp"
 #include "common/scalars.hpp"
 #include "common/visits.hpp"
 #include "sm90/fwd/epilogue.hpp"
@@ -36,6 +38,7 @@ struct Mma {
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kShort = 8;  // blocks of a short tile
+  static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
 
   CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
                               Storage& storage, int consumer) {
@@ -177,33 +180,87 @@ struct Mma {
       release_v();
     };
 
-    // In rows for capped scores, what follows a product with K has tanh in their place.
-    auto cap = [&]() __attribute__((always_inline)) {
-      if constexpr (Traits::kCaps == Caps::Always) {
-        cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
+    // Rows for modified scores. The slope of the tile, its block, and the diagonal of its sequence. (Read where they
+    // are needed: registers are short.)
+    auto read_shared = [&](auto const& from) __attribute__((always_inline)) {
+      std::uint32_t word;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(cute::cast_smem_ptr_to_uint(&from)) : "memory");
+      return word;
+    };
+    auto slope_of_tile = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        return __uint_as_float(read_shared(storage.modifiers.slope[q.stage]));
+      } else {
+        return 0.0F;
+      }
+    };
+    auto diagonal = [&]() __attribute__((always_inline)) {
+      int offset = params.diagonal_offset;
+      if constexpr (Traits::kIsPacked) {
+        if (params.sequences.bottom_right) {
+          auto const& tile = storage.tile[q.stage];
+          offset += static_cast<int>(read_shared(tile.kv_len) - read_shared(tile.q_len));
+        }
+      }
+      return offset;
+    };
+    auto own_row_anew = [&]() __attribute__((always_inline)) {
+      auto const thread = static_cast<unsigned>(thread_index_anew());
+      unsigned const row = thread / 32 * 16 + thread % 32 / 4 - 64;  // warpgroup 0 loads
+      return static_cast<int>(read_shared(storage.tile[q.stage].block) * Traits::kTileM + row);
+    };
+    auto add_bias = [&](int visit) __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (has_alibi(params)) {
+          int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
+          add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + diagonal() - first_key);
+        }
+      }
+    };
+    // What follows a product with K has what cap and ALiBi make of it in its place.
+    auto modify = [&](int visit) __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (scalars.softcap.caps()) {
+          cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
+        }
+        add_bias(visit);
+      }
+    };
+    // Behind the mask.
+    auto see_largest = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (wants_max_logits(params)) {
+          see_scores<Traits::kTileN>(tSrS, own_row_anew, queries_of(scalars, storage.tile[q.stage]),
+                                     storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
+        }
       }
     };
     // The K that it reads must not have been released.
-    auto recompute_scores = [&]() {
+    auto recompute_scores = [&](int visit) {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
-      if constexpr (Traits::kCaps == Caps::Always) {
-        cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
+      if constexpr (kModified) {
+        if (scalars.softcap.caps()) {
+          cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
+        }
+        add_bias(visit);
       }
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
-      cap();
+      modify(visits.first());
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
-          (Traits::kIsPacked && band.seqlen_kv == 0)) {
+          (Traits::kIsPacked && band.seqlen_kv == 0) || (kModified && has_alibi(params))) {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());
+        see_largest();
         softmax.first_masked_block(tSrS, scalars.scale_log2,
                                    keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
       } else {
+        see_largest();
         // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
         if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= kShort)) {
-          recompute_scores();
+          recompute_scores(visits.first());
           softmax.first_masked_block(tSrS, scalars.scale_log2, {{Traits::kTileN, Traits::kTileN}});
         }
         release_k();
@@ -228,12 +285,15 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      cap();
+      modify(visit);
       float rescale[2];
       if constexpr (decltype(masked)::value) {
         constexpr float kUnmoved = -1.0F;  // no factor is negative
         rescale[0] = kUnmoved;
-        mask_block(visit);
+        if constexpr (kMask != MaskClass::Full) {
+          mask_block(visit);
+        }
+        see_largest();
         softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
           rescale[0] = factors[0];
           rescale[1] = factors[1];
@@ -248,6 +308,7 @@ struct Mma {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
         // is released before the wait, as its next copy takes long.
+        see_largest();
         float sums[2];
         bool const stops = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
         if (!stops) {
@@ -260,7 +321,7 @@ struct Mma {
         if (stopped) {
           bool const lost = Softmax::lost(sums);
           if (lost) {
-            recompute_scores();
+            recompute_scores(visit);
           }
           softmax.move_rows(tSrS, scalars.scale_log2, lost, visits.count(), sums, rescale);
           rescale_output(rescale);
@@ -301,7 +362,17 @@ struct Mma {
     while (true) {
       if (has_blocks) {
         int visit = visits.template next<Traits::kWays>(visits.first());
-        if constexpr (kMask != MaskClass::Full) {
+        if constexpr (kModified) {
+          // As below, and beyond: with ALiBi, up to the diagonal (common/alibi.hpp).
+          if (has_alibi(params)) {
+            int const row = m_block * Traits::kTileM + consumer * Traits::kRowsApart;
+            int const unseen = first_unseen_block<Traits::kTileN>(slope_of_tile(), row, diagonal());
+            visits.free_end = cute::min(visits.free_end, __shfl_sync(0xffffffffU, unseen, 0) + 1);
+          }
+          for (; visits.on_right_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
+            step(std::true_type{}, visit);
+          }
+        } else if constexpr (kMask != MaskClass::Full) {
           // The right edge of 64 rows lies in two blocks at most. The first of them has been visited. Where two
           // warpgroups share the keys, the second was the other's. Rows that the edge kept from every key of the first
           // have no reference yet, and the masked step looks for one.
@@ -352,6 +423,12 @@ struct Mma {
       if constexpr (Traits::kWritesOutput) {
         if (cute::elect_one_sync()) {
           storage.q_empty.arrive();
+        }
+      }
+      if constexpr (kModified) {
+        if (wants_max_logits(params)) {
+          finish_max_logit(params, storage.tile[q.stage].head,
+                           storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
         }
       }
       Turns::wait(consumer);

@@ -235,8 +235,8 @@ struct Shares {
     auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
     __syncwarp();
     RepairOf<Traits>::repair(
-        PlainOperands<Element, Traits::kCaps>::of(params, tile.batch, tile.head), band_of_launch(params), first_row,
-        SoundRows::of_inverses<Traits>(sums),
+        PlainOperands<Element, Traits::kModifiers>::of(params, tile.batch, tile.head), band_of_launch(params),
+        first_row, SoundRows::of_inverses<Traits>(sums),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 };

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/barrier.hpp"
+#include "common/max_logits.hpp"
 #include "common/row.hpp"
 #include "common/slab.hpp"
 #include "common/thread.hpp"
@@ -49,11 +50,11 @@ struct EverySecond {
   }
 };
 
-// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kCapped: of a row for
-// capped scores (common/softcap.hpp). As a branch of all kernels it made tiles of 512 keys 5 to 8% slower, since the
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kModified: of a row
+// for modified scores (fwd.def). The cap as a branch of all kernels it made tiles of 512 keys 5 to 8% slower, since the
 // code no longer fitted the instruction cache.
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
-          bool kPacked = false, bool kCapped = false>
+          bool kPacked = false, bool kModified = false>
 struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
 
@@ -107,7 +108,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one. A row has a second kernel for that
   // (shares.hpp). 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = kWays == 2;
-  static constexpr int kMostShares = kCapped                                              ? 1
+  static constexpr int kMostShares = kModified                                            ? 1
                                      : kWays == 2                                         ? 4
                                      : kConsumers == 2 && kTileN == 128 && !kWritesOutput ? 8
                                                                                           : 1;
@@ -115,11 +116,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput);
-  static constexpr Caps kCaps = kCapped ? Caps::Always : Caps::Never;
-  static_assert(!kCapped || kWays == 1, "tiles of capped scores are not shared");
+  static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
+  static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
   // Above head dim 192 tiles leave little room.
   static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
-  using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kCapped>;
+  using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kModified>;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;
@@ -155,6 +156,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier q_empty;
   };
   struct Nothing {};
+  // Of rows for modified scores.
+  struct OfModifiers {
+    float slope[kRecords];                  // of ALiBi, of each tile (common/alibi.hpp)
+    LargestScores largest[4 * kConsumers];  // of each warp (common/max_logits.hpp)
+  };
   struct SharedStorage : TableStorage<kTableBytes>, std::conditional_t<kWritesOutput, OneBuffer, Nothing> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
@@ -168,6 +174,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier k_empty[kStages];
     Mbarrier v_full[kFulls];
     Mbarrier v_empty[kStages];
+    std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
