@@ -52,7 +52,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _fp8, _sinks, _torch, _varlen
+        from . import _biased, _fp8, _sinks, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -88,6 +88,9 @@ def attention(
     sm_margin: int = 0,
     s_aux: Any = None,
     softcap: float | None = None,
+    alibi_slopes: Any = None,
+    return_max_logits: bool = False,
+    max_logits_out: Any = None,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -111,6 +114,12 @@ def attention(
       and lse = s_aux. f32 and bf16. Other torch tensors are cast to f32.
     - softcap: a cap c of the scores, finite and above 0: c * tanh(scale * q k / c) takes the place of scale * q k,
       before the mask. None and 0 stand for no cap. Sinks are not capped.
+    - alibi_slopes: attention with linear biases (ALiBi), [heads_q] or [batch, heads_q] in f32: a score loses
+      alibi_slopes * |i + seqlen_kv - seqlen_q - j| (with top_left and a mask |i - j|), after the cap and before the mask.
+      The lse has the whole bias in it. Slopes have no gradient. Other torch tensors are cast to f32.
+    - return_max_logits: gives (o, max_logits), or (o, lse, max_logits): the largest score of each query head over the
+      batch, its queries and the keys that they see, f32 [heads_q]. -inf if there is none. Scores are those that enter the
+      softmax. Sinks do not count. It has no gradient.
 
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
@@ -129,22 +138,28 @@ def attention(
     On arrays with __dlpack__ (numpy, CuPy and others) the types are float16 and bfloat16, and float32 on the CPU.
     These options apply, too:
 
-    - out, lse_out: where o and lse are written. numpy and CuPy arrays are allocated if they are missing.
+    - out, lse_out, max_logits_out: where o, lse and max_logits are written. numpy and CuPy arrays are allocated if they are missing.
     - stream: a CUDA stream as an integer. None stands for the default stream.
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
-        _no_outputs(out, lse_out, stream)
+        _no_outputs(out, lse_out, stream, max_logits_out)
         if type(q) is not _Tensor and _torch.is_jagged(q):
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
-            return _varlen.nested(q, k, v, return_lse, scale=scale, **more, **mask)
+            varlen = _varlen.attention_varlen
+            if alibi_slopes is not None or return_max_logits:
+                varlen = _biased.attention_varlen
+                more.update(alibi_slopes=alibi_slopes, return_max_logits=return_max_logits)
+            return _varlen.nested(q, k, v, return_lse, varlen, scale=scale, **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
+        if alibi_slopes is not None or return_max_logits:
+            return _biased.attention_biased(q, k, v, s_aux, *numbers, softcap, alibi_slopes, return_max_logits)
         if softcap:
             return _varlen.attention_modified(q, k, v, s_aux, *numbers, softcap)
         if s_aux is not None:
             return _sinks.attention_sinks(q, k, v, s_aux, *numbers)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
-    rest = (out, lse_out, stream, sm_margin, s_aux, softcap)
+    rest = (out, lse_out, stream, sm_margin, s_aux, softcap, alibi_slopes, (return_max_logits, max_logits_out))
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest)
 
 
@@ -167,6 +182,7 @@ def attention_backward(
     sm_margin: int = 0,
     s_aux: Any = None,
     softcap: float | None = None,
+    alibi_slopes: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -178,9 +194,8 @@ def attention_backward(
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
-    return _arrays.attention_backward(
-        q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, deterministic, out, stream, sm_margin, s_aux, softcap
-    )
+    rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes)
+    return _arrays.attention_backward(q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, *rest)
 
 
 def attention_varlen(
@@ -207,6 +222,9 @@ def attention_varlen(
     sm_margin: int = 0,
     s_aux: Any = None,
     softcap: float | None = None,
+    alibi_slopes: Any = None,
+    return_max_logits: bool = False,
+    max_logits_out: Any = None,
 ) -> Any:
     """`attention` to packed sequences: each query sees the keys of its own sequence alone.
 
@@ -222,7 +240,9 @@ def attention_varlen(
     - fill_gaps: rows that belong to no sequence, and rows that are not used, get zeros in o and in gradients, and -inf
       in lse. False: they are not written, and hold whatever was in memory.
     - s_aux: as in `attention`. Rows that belong to no sequence have no sink.
-    - softcap: as in `attention`.
+    - softcap, return_max_logits: as in `attention`.
+    - alibi_slopes: as in `attention`, [heads_q] or [batch, heads_q]: of each sequence its own. Distances are those of the
+      sequence.
     - deterministic: gradients of torch tensors are the same bits every time, as under
       torch.use_deterministic_algorithms.
 
@@ -245,8 +265,13 @@ def attention_varlen(
     - HattnError: the library cannot compute the call, or refuses its numbers.
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
-        _no_outputs(out, lse_out, stream)
-        return _varlen.attention_varlen(
+        _no_outputs(out, lse_out, stream, max_logits_out)
+        given: dict = {}
+        varlen = _varlen.attention_varlen
+        if alibi_slopes is not None or return_max_logits:
+            varlen = _biased.attention_varlen
+            given = {"alibi_slopes": alibi_slopes, "return_max_logits": return_max_logits}
+        return varlen(
             q,
             k,
             v,
@@ -266,14 +291,15 @@ def attention_varlen(
             sm_margin,
             s_aux,
             softcap,
+            **given,
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
-    return _arrays.attention_varlen(
-        q, k, v, lists, *mask, scale, return_lse, longest, fill_gaps, out, lse_out, stream, sm_margin, s_aux, softcap
-    )
+    rest = (fill_gaps, out, lse_out, stream, sm_margin, s_aux, softcap)
+    more = (alibi_slopes, (return_max_logits, max_logits_out))
+    return _arrays.attention_varlen(q, k, v, lists, *mask, scale, return_lse, longest, *rest, *more)
 
 
 def attention_varlen_backward(
@@ -302,6 +328,7 @@ def attention_varlen_backward(
     sm_margin: int = 0,
     s_aux: Any = None,
     softcap: float | None = None,
+    alibi_slopes: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention_varlen` on arrays with __dlpack__.
 
@@ -316,13 +343,13 @@ def attention_varlen_backward(
         )
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
-    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap)
+    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap, alibi_slopes)
     return _arrays.attention_varlen_backward(q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, *rest)
 
 
-def _no_outputs(out: Any, lse_out: Any, stream: Any) -> None:
-    if out is not None or lse_out is not None or stream is not None:
-        name = "out" if out is not None else "lse_out" if lse_out is not None else "stream"
+def _no_outputs(out: Any, lse_out: Any, stream: Any, max_logits_out: Any) -> None:
+    options = {"out": out, "lse_out": lse_out, "stream": stream, "max_logits_out": max_logits_out}
+    for name in (name for name, given in options.items() if given is not None):
         raise TypeError(f"{name}: not for torch tensors; allocator and stream are torch's")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Optional
 from . import abi
 from ._plans import (
     Window,
+    alibi_of,
     check_list,
     hints_of,
     lists_of,
@@ -188,15 +189,19 @@ def attention(
     sm_margin: int,
     s_aux: Any = None,
     softcap: Optional[float] = None,
+    alibi_slopes: Any = None,
+    max_logits: tuple = (False, None),
 ) -> Any:
-    """See hopper_attention.attention."""
+    """See hopper_attention.attention. `max_logits`: whether they are wanted, and where."""
     exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
     lse = return_lse or lse_out is not None
     mask = mask_of(causal, window, top_left)
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
-    problem = _problem(*of, mask, scale, sm_margin, softcap, lse=int(lse), sinks=_type_of(sinks))
-    return _forward(problem, q, {**exports, **sinks}, out, lse_out, stream)
+    slopes = _slopes(alibi_slopes, stream)
+    more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits)}
+    problem = _problem(*of, mask, scale, sm_margin, softcap, **more)
+    return _forward(problem, q, {**exports, **sinks, **slopes}, out, lse_out, max_logits[1], stream)
 
 
 def _sinks(s_aux: Any, stream: Optional[int]) -> dict:
@@ -213,7 +218,20 @@ def _type_of(sinks: dict) -> int:
     return sinks["sinks"].dtype if sinks else 0
 
 
-def _forward(problem: abi.ForwardProblem, like: Any, exports: dict, out: Any, lse_out: Any, stream: Any) -> Any:
+def _slopes(alibi_slopes: Any, stream: Optional[int]) -> dict:
+    """The export of ALiBi's slopes by its name. Nothing where there are none."""
+    return {} if alibi_slopes is None else {"alibi_slopes": Array("alibi_slopes", alibi_slopes, stream)}
+
+
+def _biased(slopes: dict, max_logits: tuple = (False, None)) -> dict:
+    """The fields of a forward problem with these slopes and maximum logits."""
+    wanted = max_logits[0] or max_logits[1] is not None
+    return {"alibi": alibi_of(slopes.get("alibi_slopes")), "max_logits": int(wanted)}
+
+
+def _forward(
+    problem: abi.ForwardProblem, like: Any, exports: dict, out: Any, lse_out: Any, max_logits_out: Any, stream: Any
+) -> Any:
     """Runs a forward pass on inputs by their names. Outputs are those of the caller, or new ones."""
     plan = plans().get(exports["q"].device, problem)
     o_shape, lse_shape = output_shapes(exports["q"].shape, exports["v"].shape)
@@ -221,8 +239,12 @@ def _forward(problem: abi.ForwardProblem, like: Any, exports: dict, out: Any, ls
     out, exports["o"] = _output("out", out, like, o_shape, False, stream)
     if problem.lse:
         lse_out, exports["lse"] = _output("lse_out", lse_out, like, lse_shape, True, stream)
+    if problem.max_logits:
+        shape = (problem.heads_q,)
+        max_logits_out, exports["max_logits"] = _output("max_logits_out", max_logits_out, like, shape, True, stream)
     _run(plan, like, exports, stream)
-    return (out, lse_out) if problem.lse else out
+    made = (out, *([lse_out] if problem.lse else []), *([max_logits_out] if problem.max_logits else []))
+    return made if len(made) > 1 else out
 
 
 def _run(plan: abi.Plan, like: Any, exports: dict, stream: Optional[int]) -> None:
@@ -250,6 +272,7 @@ def attention_backward(
     sm_margin: int,
     s_aux: Any = None,
     softcap: Optional[float] = None,
+    alibi_slopes: Any = None,
 ) -> tuple:
     """See hopper_attention.attention_backward."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -260,8 +283,9 @@ def attention_backward(
     mask = mask_of(causal, window, top_left)
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
-    forward = _problem(*of, mask, scale, sm_margin, softcap, sinks=_type_of(sinks))
-    return _backward(forward, (q, k, v), {**exports, **sinks}, deterministic, out, stream)
+    slopes = _slopes(alibi_slopes, stream)
+    forward = _problem(*of, mask, scale, sm_margin, softcap, sinks=_type_of(sinks), **_biased(slopes))
+    return _backward(forward, (q, k, v), {**exports, **sinks, **slopes}, deterministic, out, stream)
 
 
 def _backward(
@@ -335,6 +359,8 @@ def attention_varlen(
     sm_margin: int,
     s_aux: Any = None,
     softcap: Optional[float] = None,
+    alibi_slopes: Any = None,
+    max_logits: tuple = (False, None),
 ) -> Any:
     """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -343,9 +369,11 @@ def attention_varlen(
     hints = hints_of(*max_seqlens, fill_gaps)
     of = exports["q"], exports["k"], exports["v"]
     sinks = _sinks(s_aux, stream)
-    more = {"dtype": exports["q"].dtype, "lse": int(lse), "sinks": _type_of(sinks)}
+    slopes = _slopes(alibi_slopes, stream)
+    more = {"dtype": exports["q"].dtype, "lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits)}
     problem = packed_problem(*of, lengths, hints, **more, **numbers)
-    return _forward(problem, q, {**exports, **_given(lengths), **sinks}, out, lse_out, stream)
+    given = {**exports, **_given(lengths), **sinks, **slopes}
+    return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
 
 
 def attention_varlen_backward(
@@ -369,6 +397,7 @@ def attention_varlen_backward(
     sm_margin: int,
     s_aux: Any = None,
     softcap: Optional[float] = None,
+    alibi_slopes: Any = None,
 ) -> tuple:
     """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -376,10 +405,13 @@ def attention_varlen_backward(
     hints = hints_of(*max_seqlens, fill_gaps)
     of = exports["q"], exports["k"], exports["v"]
     sinks = _sinks(s_aux, stream)
-    forward = packed_problem(*of, lengths, hints, dtype=exports["q"].dtype, sinks=_type_of(sinks), **numbers)
+    slopes = _slopes(alibi_slopes, stream)
+    fields = {"dtype": exports["q"].dtype, "sinks": _type_of(sinks), **_biased(slopes)}
+    forward = packed_problem(*of, lengths, hints, **fields, **numbers)
     more = {"o": o, "lse": lse, "d_o": d_o, **({} if d_lse is None else {"d_lse": d_lse})}
     exports.update({name: Array(name, array, stream) for name, array in more.items()})
-    return _backward(forward, (q, k, v), {**exports, **_given(lengths), **sinks}, deterministic, out, stream)
+    given = {**exports, **_given(lengths), **sinks, **slopes}
+    return _backward(forward, (q, k, v), given, deterministic, out, stream)
 
 
 __all__ = ["Array", "attention", "attention_backward", "attention_varlen", "attention_varlen_backward"]

@@ -125,6 +125,15 @@ def softcap_of(softcap: Optional[float]) -> float:
     return 0.0 if softcap is None else float(softcap)
 
 
+def alibi_of(slopes: Any) -> int:
+    """Which slopes a tensor with a `shape` has, in the ABI's terms. None stands for no ALiBi."""
+    if slopes is None:
+        return abi.ALIBI_NONE
+    if len(slopes.shape) not in (1, 2):
+        raise ValueError(f"alibi_slopes: {len(slopes.shape)} dimensions; allowed: 1, [heads_q], or 2, [batch, heads_q]")
+    return abi.ALIBI_PER_HEAD if len(slopes.shape) == 1 else abi.ALIBI_PER_BATCH
+
+
 def scale_of(scale: Optional[float]) -> float:
     """The scale in the ABI's terms. 0 there stands for the default, so a caller may not ask for it."""
     if scale is None:

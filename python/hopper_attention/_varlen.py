@@ -13,7 +13,7 @@ import torch
 
 from . import abi
 from ._calls import Call, prepared
-from ._plans import Hints, Window, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
+from ._plans import Hints, Window, alibi_of, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
 from ._sinks import operand
 from ._torch import (
     DTYPES,
@@ -35,6 +35,34 @@ from ._torch import (
 )
 
 _I32 = torch.iinfo(torch.int32)
+
+
+def arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: tuple,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    max_seqlens: tuple,
+    deterministic: bool,
+    fill_gaps: bool,
+    sm_margin: int,
+    softcap: Optional[float],
+) -> tuple:
+    """q, k and v, and the other arguments of an operator. `lists` are those of `abi.LENGTHS`."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _check_operand(name, t)
+    named = lists_of(q, k, v, lists)  # type: ignore[arg-type]
+    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
+    hints = hints_of(*max_seqlens, fill_gaps)
+    q, k, v = _autocast(q, k, v)
+    here = {name: _list(name, given, q.device) for name, given in named.items()}
+    if named["cu_seqlens_kv"] is named["cu_seqlens_q"]:
+        here["cu_seqlens_kv"] = here["cu_seqlens_q"]
+    return q, k, v, (*here.values(), *hints, bool(deterministic), *numbers, softcap_of(softcap))
 
 
 def attention_varlen(
@@ -59,16 +87,9 @@ def attention_varlen(
     softcap: Optional[float] = None,
 ) -> Any:
     """See hopper_attention.attention_varlen."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        _check_operand(name, t)
-    lists = lists_of(q, k, v, (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv))
-    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
-    hints = hints_of(max_seqlen_q, max_seqlen_kv, fill_gaps)
-    q, k, v = _autocast(q, k, v)
-    here = {name: _list(name, given, q.device) for name, given in lists.items()}
-    if lists["cu_seqlens_kv"] is lists["cu_seqlens_q"]:
-        here["cu_seqlens_kv"] = here["cu_seqlens_q"]
-    rest = (*here.values(), *hints, bool(deterministic), *numbers, softcap_of(softcap))
+    lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
+    mask = (causal, window, top_left)
+    q, k, v, rest = arguments(q, k, v, lists, *mask, scale, longest, deterministic, fill_gaps, sm_margin, softcap)
     return _modified(q, k, v, s_aux, rest, return_lse)
 
 
@@ -155,7 +176,9 @@ class _Run:
         # The dispatcher may leave the cap out where it is 0.
         self.numbers, self.softcap = arguments[8:14], (*arguments[14:], 0.0)[0]
 
-    def _problem(self, q: Any, k: Any, v: Any, lse: bool, sinks: Any = None) -> Any:
+    def _problem(self, q: Any, k: Any, v: Any, lse: bool, given: Any = ()) -> Any:
+        """The problem. `given` has its other tensors by their names, of which some change it."""
+        sinks, slopes = (given[name] if name in given else None for name in ("sinks", "alibi_slopes"))
         scale, mask, corner, left, right, sm_margin = self.numbers
         return packed_problem(
             q,
@@ -173,18 +196,21 @@ class _Run:
             sm_margin=sm_margin,
             lse=int(lse),
             sinks=0 if sinks is None else DTYPES[sinks.dtype],
+            alibi=alibi_of(slopes),
+            max_logits=int("max_logits" in given),
         )
 
-    def check_gradients(self, q: Any, k: Any, v: Any) -> None:
+    def check_gradients(self, q: Any, k: Any, v: Any, slopes: Any = None) -> None:
         """Refuses what the device computes without gradients only."""
+        given = {} if slopes is None else {"alibi_slopes": slopes}
 
         def problems() -> tuple:
-            forward = self._problem(q, k, v, True)
+            forward = self._problem(q, k, v, True, given)
             return forward, abi.BackwardProblem.of(forward, deterministic=int(self.deterministic))
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
         key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
-        key = (*key, self.softcap)
+        key = (*key, self.softcap, None if slopes is None else slopes.shape)
         require_gradients(key, ordinal(q.device), problems)
 
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:
@@ -193,7 +219,7 @@ class _Run:
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
 
         def make() -> Call:
-            problem = self._problem(q, k, v, "lse" in given, given.get("sinks"))
+            problem = self._problem(q, k, v, "lse" in given, given)
             if args is abi.BackwardArgs:
                 problem = abi.BackwardProblem.of(problem, **more)
             return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
@@ -257,7 +283,7 @@ def _gradients_of(
     if d_lse is not None:
         # Heads by rows, or with a batch: no operand, so its elements need no alignment.
         tensors["d_lse"] = d_lse if d_lse.stride(-1) == 1 else d_lse.contiguous()
-    wanted = {"d_sinks": int(bool(more))}
+    wanted = {"d_sinks": int("d_sinks" in more)}
     call(abi.BackwardArgs, tensors, d_lse=int(d_lse is not None), deterministic=int(call.deterministic), **wanted)
     return d_q, d_k, d_v
 
@@ -265,8 +291,11 @@ def _gradients_of(
 # -- nested tensors
 
 
-def nested(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
-    """attention() of nested tensors of the layout torch.jagged, [batch, seqlen, heads, head_dim] with seqlen ragged."""
+def nested(q: Any, k: Any, v: Any, return_lse: bool, varlen: Any, **options: Any) -> Any:
+    """attention() of nested tensors of the layout torch.jagged, [batch, seqlen, heads, head_dim] with seqlen ragged.
+
+    `varlen` computes it: `attention_varlen` here or in _biased.py.
+    """
     rows, lengths = [], {}
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not is_jagged(t):
@@ -282,10 +311,13 @@ def nested(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
         raise ValueError("v: other offsets than those of k; allowed: the same, as nested tensors that share them have")
     for side, t in (("q", q), ("kv", k)):
         lengths[f"cu_seqlens_{side}"], lengths[f"seqused_{side}"] = t.offsets(), t.lengths()
-    o = attention_varlen(*rows, return_lse=return_lse, **lengths, **options)
-    if not return_lse:
-        return _jagged(o, q)
-    return _jagged(o[0], q), _jagged(o[1].transpose(0, 1), q).transpose(1, 2)
+    made = varlen(*rows, return_lse=return_lse, **lengths, **options)
+    if not isinstance(made, tuple):
+        return _jagged(made, q)
+    o, *others = made
+    if return_lse:
+        others[0] = _jagged(others[0].transpose(0, 1), q).transpose(1, 2)
+    return _jagged(o, q), *others
 
 
 def _jagged(rows: torch.Tensor, like: Any) -> torch.Tensor:
@@ -393,4 +425,4 @@ torch.library.register_autograd("hopper_attention::varlen_backward", _second, li
 torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 
-__all__ = ["attention_modified", "attention_varlen", "nested", "readable_rows"]
+__all__ = ["arguments", "attention_modified", "attention_varlen", "nested", "readable_rows"]

@@ -51,6 +51,8 @@ MASK_FULL, MASK_CAUSAL, MASK_WINDOW, MASK_CHUNKED, MASK_PREFIX = 0, 1, 2, 3, 4
 BOTTOM_RIGHT, TOP_LEFT = 0, 1
 UNBOUNDED = -1
 UNSET = -1  # a size that the caller must give
+# hattn_alibi
+ALIBI_NONE, ALIBI_PER_HEAD, ALIBI_PER_BATCH = 0, 1, 2
 # hattn_scaling
 PER_TENSOR, PER_HEAD, PER_BLOCK = 0, 1, 2
 
@@ -109,6 +111,7 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         sinks=ctypes.c_int32,
         softcap=ctypes.c_float,
+        **_all_of(ctypes.c_int32, "alibi max_logits"),
     )
 
     @classmethod
@@ -138,7 +141,7 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         fill_gaps=ctypes.c_int32,
         softcap=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "sinks d_sinks"),
+        **_all_of(ctypes.c_int32, "sinks d_sinks alibi reserved"),
     )
 
     @classmethod
@@ -188,7 +191,7 @@ class ForwardArgs(_Versioned):
         workspace_bytes=ctypes.c_size_t,
         **_all_of(_TensorPointer, "descale_q descale_k descale_v scale_o amax"),
         **_all_of(_TensorPointer, _LENGTHS),
-        sinks=_TensorPointer,
+        **_all_of(_TensorPointer, "sinks alibi_slopes max_logits"),
     )
 
 
@@ -200,7 +203,7 @@ class BackwardArgs(_Versioned):
         workspace=ctypes.c_void_p,
         workspace_bytes=ctypes.c_size_t,
         **_all_of(_TensorPointer, _LENGTHS),
-        **_all_of(_TensorPointer, "sinks d_sinks"),
+        **_all_of(_TensorPointer, "sinks d_sinks alibi_slopes"),
     )
 
 
@@ -400,7 +403,7 @@ class ForwardPlan(Plan):
         """Computes on the CPU. On a GPU it enqueues on `stream`, a CUstream as an integer (None: the default stream).
 
         `more` has what the problem asks for beside these: of FP8 descale_q, descale_k, descale_v, scale_o and amax, and
-        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv.
+        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes and max_logits.
         """
         self._run({"q": q, "k": k, "v": v, "o": o, "lse": lse, **more}, workspace, workspace_bytes, stream)
 
@@ -429,8 +432,8 @@ class BackwardPlan(Plan):
     ) -> None:
         """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote.
 
-        `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for, and the sinks and
-        d_sinks.
+        `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for, and the sinks,
+        d_sinks and alibi_slopes.
         """
         tensors = {
             "q": q,

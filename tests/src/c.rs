@@ -4,7 +4,9 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ptr::null;
 
-use hopper_attention::{Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling, Slot};
+use hopper_attention::{
+    AlibiSlopes, Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling, Slot,
+};
 use hopper_attention_capi::*;
 
 /// A status and the text that came with it.
@@ -93,6 +95,12 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         max_seqlen_kv: problem.max_seqlen_kv().map_or(0, signed),
         sinks: problem.sinks().map_or(0, dtype),
         softcap: problem.softcap(),
+        alibi: match problem.alibi() {
+            None => HATTN_ALIBI_NONE,
+            Some(AlibiSlopes::PerBatch) => HATTN_ALIBI_PER_BATCH,
+            Some(_) => HATTN_ALIBI_PER_HEAD,
+        },
+        max_logits: i32::from(problem.wants_max_logits()),
     }
 }
 
@@ -127,6 +135,8 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         max_seqlen_kv: forward.max_seqlen_kv,
         fill_gaps: forward.fill_gaps,
         softcap: forward.softcap,
+        alibi: forward.alibi,
+        reserved: 0,
         sinks: forward.sinks,
         d_sinks: i32::from(problem.wants_d_sinks()),
     }
@@ -162,6 +172,8 @@ pub struct Memory {
     pub o: hattn_tensor,
     pub lse: Option<hattn_tensor>,
     pub sinks: Option<hattn_tensor>,
+    pub alibi_slopes: Option<hattn_tensor>,
+    pub max_logits: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -181,6 +193,7 @@ pub struct BackwardMemory {
     pub d_k: hattn_tensor,
     pub d_v: hattn_tensor,
     pub sinks: Option<[hattn_tensor; 2]>,
+    pub alibi_slopes: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -314,6 +327,8 @@ impl Memory {
             o: &raw const self.o,
             lse: address(self.lse.as_ref()),
             sinks: address(self.sinks.as_ref()),
+            alibi_slopes: address(self.alibi_slopes.as_ref()),
+            max_logits: address(self.max_logits.as_ref()),
             workspace: self.workspace as *mut c_void,
             workspace_bytes: self.workspace_bytes,
             ..Default::default()
@@ -430,6 +445,7 @@ impl Plan<hattn_backward_problem> {
             seqused_kv: null(),
             sinks: address(memory.sinks.as_ref().map(|[sinks, _]| sinks)),
             d_sinks: address(memory.sinks.as_ref().map(|[_, d_sinks]| d_sinks)),
+            alibi_slopes: address(memory.alibi_slopes.as_ref()),
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })

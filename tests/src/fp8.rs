@@ -33,7 +33,7 @@ pub const MUTATIONS: [Mutation; 9] = [
 ];
 
 fn computed(operands: &Operands, [q, k, v]: [Tensor; 3]) -> Option<Output> {
-    let Plain { o, lse } = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes");
+    let Plain { o, lse, .. } = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes");
     Some((o, lse))
 }
 
@@ -67,7 +67,7 @@ fn wrong_sum(operands: &Operands) -> Option<Output> {
     let dims = operands.problem().dims();
     // The sum of the right weights, each times its block's factor, is an output of a value of 1.
     let [q, k, v] = operands.real();
-    let Plain { mut o, lse } = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes");
+    let Plain { mut o, lse, .. } = forward_plain(operands.problem(), &q, &k, &v).expect("matching shapes");
     let factors = dense(operands.problem().descale_v_shape());
     let folded = Tensor::from_fn(v.shape(), |_| 1.0).descaled(|row| {
         operands.descale()[2][factors

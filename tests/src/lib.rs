@@ -4,6 +4,7 @@
 #![deny(missing_docs)]
 
 pub mod accuracy;
+pub mod alibi;
 pub mod allocations;
 pub mod backward;
 pub mod c;

@@ -5,6 +5,7 @@ use std::sync::Barrier;
 
 use hopper_attention::{Corner, DType, Device, Dims, ForwardProblem, Layout, Mask, Stream, Workspace, bf16, f16};
 use hopper_attention_capi::*;
+use hopper_attention_tests::alibi::{self, AlibiImage};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
 use hopper_attention_tests::data::{Image, Poison};
@@ -30,8 +31,19 @@ fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory
         o: output(&mut outputs.o, T::DTYPE),
         lse: outputs.lse.as_mut().map(|lse| output(lse, DType::F32)),
         sinks: prepared.sinks.as_ref().map(sinks_input),
+        alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
+        max_logits: outputs.max_logits.as_mut().map(|logits| output(logits, DType::F32)),
         workspace: 0,
         workspace_bytes: 0,
+    }
+}
+
+/// Slopes that all batches share are one-dimensional.
+fn slopes_input(slopes: &AlibiImage) -> hattn_tensor {
+    let (layout, address) = (slopes.image().layout(), slopes.image().inner().as_ptr() as u64);
+    match slopes.is_per_batch() {
+        true => tensor(address, DType::F32, HATTN_CPU, layout),
+        false => tensor(address, DType::F32, HATTN_CPU, Layout::contiguous([layout.shape()[1]]).unwrap()),
     }
 }
 
@@ -92,6 +104,7 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
             let layout = d_sinks.layout();
             [sinks_input(sinks), tensor(d_sinks.inner_mut().as_mut_ptr() as u64, DType::F32, HATTN_CPU, layout)]
         }),
+        alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
         workspace: 0,
         workspace_bytes: 0,
     }
@@ -126,6 +139,48 @@ fn capped_scores_through_c_keep_the_tolerance() {
         runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
     }
     runner.finish();
+}
+
+#[test]
+fn biased_scores_through_c_keep_the_tolerance() {
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+    let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 60_000;
+    for case in alibi::cases(Grid::from_env()).iter().filter(cheap).step_by(17) {
+        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
+        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
+    }
+    runner.finish();
+}
+
+#[test]
+fn slopes_and_maximum_logits_are_refused_by_name_through_c() {
+    let case = Case::new(5, 7, 8, Mask::Full).alibi(alibi::Alibi::Standard).max_logits(true);
+    let given = problem(&case.problem(DType::F32));
+    let refused = |edit: &dyn Fn(&mut hattn_forward_problem)| {
+        let mut wrong = given;
+        edit(&mut wrong);
+        Plan::new(&wrong, HATTN_CPU).unwrap_err().1
+    };
+    let text = "alibi: -1; allowed: HATTN_ALIBI_NONE (0), HATTN_ALIBI_PER_HEAD (1), HATTN_ALIBI_PER_BATCH (2)";
+    assert_eq!(refused(&|p| p.alibi = -1), text);
+    assert!(refused(&|p| p.max_logits = 2).starts_with("max_logits: 2"));
+    let text = refused(&|p| (p.dtype, p.max_logits) = (HATTN_E4M3, 0));
+    assert!(text.contains("alibi with e4m3 operands"), "{text}");
+    let prepared = Prepared::<f32>::new(&case);
+    let mut outputs = prepared.outputs();
+    let all = memory(&prepared, &mut outputs);
+    let run = |memory: Memory| {
+        // SAFETY: as above.
+        unsafe { Plan::new(&given, HATTN_CPU).unwrap().run(&memory, null_mut()) }.unwrap_err().1
+    };
+    let text = run(Memory { alibi_slopes: None, ..all });
+    assert!(text.contains("alibi_slopes: missing"), "{text}");
+    let text = run(Memory { max_logits: None, ..all });
+    assert!(text.contains("max_logits: missing"), "{text}");
+    let mut of_gradients = backward_problem(&backward::Prepared::<f32>::new(&case).problem);
+    of_gradients.reserved = 1;
+    let (_, text) = Plan::new(&of_gradients, HATTN_CPU).unwrap_err();
+    assert!(text.contains("reserved 0x1"), "{text}");
 }
 
 #[test]
@@ -167,7 +222,18 @@ fn two_threads_fill_two_heads_of_one_tensor() {
         let at = |address: u64| tensor(address + head * 8 * 4, DType::F32, HATTN_CPU, layout);
         let [q, k, v] = inputs.each_ref().map(|input| at(input.as_ptr() as u64));
         let lse = Some(tensor(lse + head * 150 * 4, DType::F32, HATTN_CPU, of_lse));
-        Memory { q, k, v, o: at(o), lse, sinks: None, workspace: 0, workspace_bytes: 0 }
+        Memory {
+            q,
+            k,
+            v,
+            o: at(o),
+            lse,
+            sinks: None,
+            alibi_slopes: None,
+            max_logits: None,
+            workspace: 0,
+            workspace_bytes: 0,
+        }
     };
     let plan = |dims| Plan::new(&problem(&options(dims)), HATTN_CPU).unwrap();
 

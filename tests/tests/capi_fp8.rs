@@ -86,6 +86,8 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
         o: host_mut(&mut o, given.o_shape()),
         lse: Some(host_mut(&mut lse, given.lse_shape())),
         sinks: None,
+        alibi_slopes: None,
+        max_logits: None,
         workspace: 0,
         workspace_bytes: 0,
     };

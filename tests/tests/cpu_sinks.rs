@@ -76,7 +76,7 @@ fn noticed(case: &Case) {
     for (name, mistake) in MISTAKES {
         let mut wrong = sinks.clone();
         wrong[head] = mistake(sinks[head], f64::from(prepared.problem.softmax_scale()));
-        let modifiers = Modifiers { sinks: Some(&wrong) };
+        let modifiers = Modifiers { sinks: Some(&wrong), ..Modifiers::default() };
         let lengths = Lengths::default();
         let plain = reference::forward_plain_with(&prepared.problem, &lengths, [q, k, v], modifiers).unwrap();
         let report = prepared.expected.check(&plain.o, Some(&plain.lse)).unwrap();

@@ -59,18 +59,18 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
-  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
-  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
@@ -280,6 +280,21 @@ typedef int32_t hattn_scaling;
 // floor((begin + 127 * i) / 128) on. Factors of no sequence are not read.
 #define HATTN_PER_BLOCK 2
 
+// Whether scores have a bias that grows with the distance of query and key (ALiBi), and which slopes there are: HATTN_ALIBI_NONE,
+// HATTN_ALIBI_PER_HEAD or HATTN_ALIBI_PER_BATCH.
+// The score of query i and key j, which is softmax_scale * q k or capped, loses slope * |i + offset - j|, before the mask.
+// offset is seqlen_kv - seqlen_q, of each sequence its own where lengths may differ. It is 0 if a mask is top-left.
+typedef int32_t hattn_alibi;
+
+// No bias.
+#define HATTN_ALIBI_NONE 0
+
+// One slope for each query head: `[heads_q]`.
+#define HATTN_ALIBI_PER_HEAD 1
+
+// One slope for each batch and query head: `[batch, heads_q]`. Where sequences are packed, a batch is a sequence.
+#define HATTN_ALIBI_PER_BATCH 2
+
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 //
 // Shapes:
@@ -367,6 +382,12 @@ typedef struct hattn_forward_problem {
   // Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
   // Not for HATTN_E4M3. Gradients are those of the capped scores.
   float softcap;
+  // Whether scores have ALiBi's bias, and which slopes there are. 0: none. Not for HATTN_E4M3.
+  // The log-sum-exp has the whole bias in it. There is no gradient of the slopes.
+  hattn_alibi alibi;
+  // 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
+  // enters the softmax: with scale, softcap and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
+  int32_t max_logits;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -415,6 +436,12 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *seqused_kv;
   // The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
   const struct hattn_tensor *sinks;
+  // The ALiBi slopes, read: HATTN_F32 `[heads_q]` or `[batch, heads_q]`, of any sign. Given exactly if the problem's alibi is
+  // not 0, in the shape that it says.
+  const struct hattn_tensor *alibi_slopes;
+  // The largest score of each query head, written: HATTN_F32 `[heads_q]`. -inf where a head has no kept key. A NaN does not count.
+  // Given exactly if the problem's max_logits is 1.
+  const struct hattn_tensor *max_logits;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -455,6 +482,9 @@ typedef struct hattn_backward_problem {
   hattn_dtype sinks;
   // 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
   int32_t d_sinks;
+  hattn_alibi alibi;
+  // Must be 0.
+  int32_t reserved;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -492,6 +522,8 @@ typedef struct hattn_backward_args {
   // The attention sinks, and their gradient, overwritten: HATTN_F32 `[heads_q]`. Given exactly if the problem's d_sinks is 1.
   const struct hattn_tensor *sinks;
   const struct hattn_tensor *d_sinks;
+  // The ALiBi slopes of the forward pass, read. Given exactly if the problem's alibi is not 0.
+  const struct hattn_tensor *alibi_slopes;
 } hattn_backward_args;
 
 // How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.

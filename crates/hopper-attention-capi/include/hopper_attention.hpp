@@ -99,6 +99,13 @@ enum class Scaling : hattn_scaling {
   PerBlock = HATTN_PER_BLOCK
 };
 
+// Which ALiBi slopes a problem has: one for each query head, or one for each batch and query head.
+enum class Alibi : std::int32_t {
+  None = HATTN_ALIBI_NONE,
+  PerHead = HATTN_ALIBI_PER_HEAD,
+  PerBatch = HATTN_ALIBI_PER_BATCH
+};
+
 // No bound on this side of a window.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 
@@ -217,6 +224,14 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // operands than E4M3. Gradients are those of the capped scores.
   constexpr ForwardProblem& softcap(float cap) noexcept { return set(problem_.softcap, cap); }
 
+  // Attention with linear biases: a score loses slope * |i + offset - j|, after the cap and before the mask
+  // (hattn_alibi). The argument alibi_slopes of a run has the slopes. For other operands than E4M3. There is no
+  // gradient of the slopes.
+  constexpr ForwardProblem& alibi(Alibi slopes) noexcept { return set(problem_.alibi, slopes); }
+
+  // Whether the largest score of each query head is an output: F32, [heads_q]. For other operands than E4M3.
+  constexpr ForwardProblem& max_logits(bool wanted) noexcept { return set(problem_.max_logits, wanted); }
+
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
@@ -293,6 +308,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.window_right = of.window_right;
     problem_.softmax_scale = of.softmax_scale;
     problem_.softcap = of.softcap;
+    problem_.alibi = of.alibi;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
     problem_.cu_seqlens_q = of.cu_seqlens_q;
@@ -342,6 +358,9 @@ struct ForwardArgs {
   // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given exactly if the problem has them.
   std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
   std::optional<ConstTensorView> sinks{};  // [heads_q]; given exactly if the problem has sinks()
+  // F32 [heads_q] or [batch, heads_q]; given exactly if the problem has alibi(), in the shape that it says
+  std::optional<ConstTensorView> alibi_slopes{};
+  std::optional<TensorView> max_logits{};  // F32 [heads_q]; given exactly if the problem has max_logits(true)
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -362,6 +381,7 @@ struct BackwardArgs {
   // The attention sinks and their gradient, F32: [heads_q]. Given exactly if the problem has d_sinks(true).
   std::optional<ConstTensorView> sinks{};
   std::optional<TensorView> d_sinks{};
+  std::optional<ConstTensorView> alibi_slopes{};  // as in ForwardArgs
 };
 
 namespace detail {
@@ -531,6 +551,8 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
     c.seqused_q = detail::c_tensor(args.seqused_q);
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
     c.sinks = detail::c_tensor(args.sinks);
+    c.alibi_slopes = detail::c_tensor(args.alibi_slopes);
+    c.max_logits = detail::c_tensor(args.max_logits);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
 };
@@ -556,6 +578,7 @@ class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, Backward
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
     c.sinks = detail::c_tensor(args.sinks);
     c.d_sinks = detail::c_tensor(args.d_sinks);
+    c.alibi_slopes = detail::c_tensor(args.alibi_slopes);
     return detail::from_library(hattn_backward_run(get(), &c, stream));
   }
 };

@@ -58,6 +58,18 @@ pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
 /// Top-left aligned: a causal mask lets query i see keys up to i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
+/// Whether scores have a bias that grows with the distance of query and key (ALiBi), and which slopes there are: HATTN_ALIBI_NONE,
+/// HATTN_ALIBI_PER_HEAD or HATTN_ALIBI_PER_BATCH.
+/// The score of query i and key j, which is softmax_scale * q k or capped, loses slope * |i + offset - j|, before the mask.
+/// offset is seqlen_kv - seqlen_q, of each sequence its own where lengths may differ. It is 0 if a mask is top-left.
+pub type hattn_alibi = i32;
+/// No bias.
+pub const HATTN_ALIBI_NONE: hattn_alibi = 0;
+/// One slope for each query head: `[heads_q]`.
+pub const HATTN_ALIBI_PER_HEAD: hattn_alibi = 1;
+/// One slope for each batch and query head: `[batch, heads_q]`. Where sequences are packed, a batch is a sequence.
+pub const HATTN_ALIBI_PER_BATCH: hattn_alibi = 2;
+
 /// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 pub type hattn_arch = i32;
 /// Use the newest instruction set of the GPU (default). On the CPU no other value is allowed.
@@ -183,6 +195,12 @@ pub struct hattn_forward_problem {
     /// Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
     /// Not for HATTN_E4M3. Gradients are those of the capped scores.
     pub softcap: f32,
+    /// Whether scores have ALiBi's bias, and which slopes there are. 0: none. Not for HATTN_E4M3.
+    /// The log-sum-exp has the whole bias in it. There is no gradient of the slopes.
+    pub alibi: hattn_alibi,
+    /// 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
+    /// enters the softmax: with scale, softcap and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
+    pub max_logits: i32,
 }
 
 impl hattn_forward_problem {
@@ -195,6 +213,7 @@ impl hattn_forward_problem {
             (Slot::CuSeqlensKv, self.cu_seqlens_kv),
             (Slot::SequsedQ, self.seqused_q),
             (Slot::SequsedKv, self.seqused_kv),
+            (Slot::MaxLogits, self.max_logits),
         ]
     }
 }
@@ -240,6 +259,9 @@ pub struct hattn_backward_problem {
     pub sinks: hattn_dtype,
     /// 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
     pub d_sinks: i32,
+    pub alibi: hattn_alibi,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -354,6 +376,12 @@ pub struct hattn_forward_args {
     pub seqused_kv: *const hattn_tensor,
     /// The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
     pub sinks: *const hattn_tensor,
+    /// The ALiBi slopes, read: HATTN_F32 `[heads_q]` or `[batch, heads_q]`, of any sign. Given exactly if the problem's alibi is
+    /// not 0, in the shape that it says.
+    pub alibi_slopes: *const hattn_tensor,
+    /// The largest score of each query head, written: HATTN_F32 `[heads_q]`. -inf where a head has no kept key. A NaN does not count.
+    /// Given exactly if the problem's max_logits is 1.
+    pub max_logits: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -375,6 +403,8 @@ impl hattn_forward_args {
             (Slot::SequsedQ, self.seqused_q),
             (Slot::SequsedKv, self.seqused_kv),
             (Slot::Sinks, self.sinks),
+            (Slot::AlibiSlopes, self.alibi_slopes),
+            (Slot::MaxLogits, self.max_logits),
         ]
     }
 }
@@ -417,6 +447,8 @@ pub struct hattn_backward_args {
     /// The attention sinks, and their gradient, overwritten: HATTN_F32 `[heads_q]`. Given exactly if the problem's d_sinks is 1.
     pub sinks: *const hattn_tensor,
     pub d_sinks: *const hattn_tensor,
+    /// The ALiBi slopes of the forward pass, read. Given exactly if the problem's alibi is not 0.
+    pub alibi_slopes: *const hattn_tensor,
 }
 
 impl hattn_backward_args {
@@ -439,6 +471,7 @@ impl hattn_backward_args {
             (Slot::SequsedKv, self.seqused_kv),
             (Slot::Sinks, self.sinks),
             (Slot::DSinks, self.d_sinks),
+            (Slot::AlibiSlopes, self.alibi_slopes),
         ]
     }
 }
@@ -588,22 +621,22 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 168 bytes {
+    hattn_forward_problem: 104 to 176 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
         output 104, scaling 108, amax 112, half_scores 116,
         sm_margin 120, fill_gaps 124,
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
-        sinks 160, softcap 164,
+        sinks 160, softcap 164, alibi 168, max_logits 172,
     }
-    hattn_backward_problem: 104 to 160 bytes {
+    hattn_backward_problem: 104 to 168 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
-        fill_gaps 144, softcap 148, sinks 152, d_sinks 156,
+        fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, reserved 164,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -611,15 +644,17 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 144 bytes {
+    hattn_forward_args: 64 to 160 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136,
+        alibi_slopes 144, max_logits 152,
     }
-    hattn_backward_args: 104 to 152 bytes {
+    hattn_backward_args: 104 to 160 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136, d_sinks 144,
+        alibi_slopes 152,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,

@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use arrayvec::ArrayVec;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand, Operands, Quantizer,
-    Scaling, Slot,
+    AlibiSlopes, Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand, Operands,
+    Quantizer, Scaling, Slot,
 };
 
 use crate::abi::*;
@@ -66,6 +66,15 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
         let allowed = "0 (none), HATTN_BF16 (2), HATTN_F32 (3)";
         problem = problem.sinks(dtype.ok_or_else(|| Failure::argument("sinks", given.sinks, allowed))?);
     }
+    problem = match given.alibi {
+        HATTN_ALIBI_NONE => problem,
+        HATTN_ALIBI_PER_HEAD => problem.alibi(AlibiSlopes::PerHead),
+        HATTN_ALIBI_PER_BATCH => problem.alibi(AlibiSlopes::PerBatch),
+        other => {
+            let allowed = "HATTN_ALIBI_NONE (0), HATTN_ALIBI_PER_HEAD (1), HATTN_ALIBI_PER_BATCH (2)";
+            return Err(Failure::argument("alibi", other, allowed));
+        }
+    };
     if given.output != 0 {
         let refuse = || match dtype {
             DType::E4M3 => {
@@ -123,6 +132,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         max_seqlen_kv: given.max_seqlen_kv,
         sinks: given.sinks,
         softcap: given.softcap,
+        alibi: given.alibi,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;

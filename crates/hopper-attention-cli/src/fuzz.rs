@@ -129,6 +129,10 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
         Some(softcap) => fuzz.softcap(softcap),
         None => fuzz,
     };
+    fuzz = args.alibi.into_iter().fold(fuzz, Fuzz::alibi);
+    if args.max_logits {
+        fuzz = fuzz.max_logits(true);
+    }
     let (since, mut tally) = (Instant::now(), Tally { near_from: args.near, ..Tally::default() });
     let limit = Duration::from_secs(args.seconds);
     let mut left = args.problems.unwrap_or(usize::MAX);

@@ -17,12 +17,17 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let [q, k, v] = real(problem, layout, tensors)?;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
-        let sinks = sinks(tensors)?;
-        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
+        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref() };
         let expected = Expected::with(problem, &lengths(tensors), [&q, &k, &v], modifiers, 1.0, Some(told))?;
-        anyhow::Ok(expected.check(&o, Some(&lse))?)
+        anyhow::Ok(match list(tensors, Slot::MaxLogits)? {
+            Some(max_logits) => expected.check_with(&o, Some(&lse), &max_logits)?,
+            None => expected.check(&o, Some(&lse))?,
+        })
     })?;
-    Ok([("o", report.o)].into_iter().chain(report.lse.map(|lse| ("lse", lse))).collect())
+    let others = [("lse", report.lse), ("max_logits", report.max_logits)];
+    let others = others.into_iter().filter_map(|(name, figures)| Some((name, figures?)));
+    Ok([("o", report.o)].into_iter().chain(others).collect())
 }
 
 /// How far the result is from the exact one of the input before it was quantised, which the tolerance does not allow for.
@@ -30,8 +35,8 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
     let error = report::busy("comparing with the f64 oracle on the input", || {
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
-        let sinks = sinks(tensors)?;
-        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
+        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref() };
         let exact = oracle(problem, &lengths(tensors), [&q, &k, &v], modifiers)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
@@ -54,8 +59,9 @@ pub fn judge_gradients(
         let d_o = wide(tensors, Slot::DO, layout, problem.d_o_shape())?;
         let d_lse = tensors.get(&Slot::DLse).map(Values::wide).transpose()?;
         let inputs = [&q, &k, &v, &d_o];
-        let (lengths, sinks) = (lengths(tensors), sinks(tensors)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref() };
+        let lengths = lengths(tensors);
+        let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
+        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref() };
         let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
         let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
         let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;
@@ -69,9 +75,9 @@ pub fn judge_gradients(
     Ok([("d_q", report.d_q), ("d_k", report.d_k), ("d_v", report.d_v)].into_iter().chain(of_sinks).collect())
 }
 
-/// The attention sinks, where the file has any.
-fn sinks(tensors: &Tensors) -> Result<Option<Vec<f64>>> {
-    tensors.get(&Slot::Sinks).map(Values::wide).transpose()
+/// Numbers of heads, such as the attention sinks, where there are any.
+fn list(tensors: &Tensors, slot: Slot) -> Result<Option<Vec<f64>>> {
+    tensors.get(&slot).map(Values::wide).transpose()
 }
 
 fn wide(tensors: &Tensors, slot: Slot, layout: FileLayout, shape: [usize; 4]) -> Result<Tensor> {

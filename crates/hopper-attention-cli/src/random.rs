@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Operand, Slot};
+use hopper_attention_verify::alibi::standard;
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
 use hopper_attention_verify::packing::{Kind, Packing};
 use rand::SeedableRng;
@@ -17,7 +18,7 @@ use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::values::Values;
 
-/// Writes q, k and v, and d_o, d_lse and sinks where they are wanted, each element from the normal distribution with mean 0 and
+/// Writes q, k and v, and d_o, d_lse, sinks and ALiBi slopes where they are wanted, each element but those of slopes from the normal distribution with mean 0 and
 /// deviation 1. A class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
     let packed = args.packed || args.layout == FileLayout::Thd;
@@ -28,7 +29,8 @@ pub fn random(args: &RandomArgs) -> Result<()> {
         .with_heads_kv(args.heads_kv.unwrap_or(args.heads_q))
         .with_head_dim_vo(args.head_dim_vo.unwrap_or(args.head_dim));
     let options = ForwardProblem::builder(args.dtype.into(), dims).lse(true).packed(packed);
-    let problem = if args.sinks { options.sinks(DType::F32) } else { options }.build()?;
+    let options = if args.sinks { options.sinks(DType::F32) } else { options };
+    let problem = options.operand(Slot::AlibiSlopes, args.alibi).build()?;
     let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
     let (dtype, forward) = (problem.dtype(), problem.operands());
@@ -43,6 +45,10 @@ pub fn random(args: &RandomArgs) -> Result<()> {
                 (&mut values, lengths.lists().find(|(slot, _)| *slot == operand.slot()))
             {
                 numbers.copy_from_slice(list);
+                return Ok(values);
+            }
+            if operand.slot() == Slot::AlibiSlopes {
+                values.fill(standard(args.heads_q).map(|slope| slope as f32));
                 return Ok(values);
             }
             let numbers = StandardNormal.sample_iter(&mut rng);

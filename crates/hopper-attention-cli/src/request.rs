@@ -4,16 +4,18 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::{
-    Access, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Operand, Presence,
-    QuantizePlan, Quantizer, Slot, Tuning,
+    Access, AlibiSlopes, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Operand,
+    Presence, QuantizePlan, Quantizer, Slot, Tuning,
 };
+
+use hopper_attention_verify::alibi::standard;
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
 use crate::input::TensorFile;
 use crate::layout::{axes, is_in_files_order, logical, shape_in_file};
 use crate::operands::inputs;
 use crate::report;
-use crate::values::{Tensors, lengths};
+use crate::values::{Tensors, Values, lengths};
 
 /// Where a layout was stated, when it was not in the file.
 const OPTION: &str = "--layout";
@@ -31,6 +33,8 @@ pub struct Request {
     pub backward: Option<BackwardProblem>,
     /// What quantises q, k and v, where the problem is of e4m3.
     pub quantizer: Option<Quantizer>,
+    /// Whether the ALiBi slopes are those of models, and not in the file.
+    standard_slopes: bool,
 }
 
 impl Request {
@@ -111,6 +115,19 @@ impl Request {
         if let Some(arch) = args.arch {
             options = options.arch(arch.into());
         }
+        if args.max_logits {
+            options = options.max_logits(true);
+        }
+        let slopes = Slot::AlibiSlopes.name();
+        match (args.alibi, input.has(slopes)) {
+            (true, true) => {
+                bail!("input {name}: --alibi, and a tensor `{slopes}` with other slopes; allowed: one of them")
+            }
+            (true, false) => options = options.alibi(AlibiSlopes::PerHead),
+            (false, true) if input.tensor(slopes)?.1.len() == 2 => options = options.alibi(AlibiSlopes::PerBatch),
+            (false, true) => options = options.alibi(AlibiSlopes::PerHead),
+            (false, false) => {}
+        }
         if input.has(Slot::Sinks.name()) {
             options = options.sinks(input.tensor(Slot::Sinks.name())?.0);
         }
@@ -127,8 +144,10 @@ impl Request {
             options.d_lse(input.has(Slot::DLse.name())).d_sinks(problem.sinks().is_some()).build()
         });
         let (quantizer, backward) = (quantizer.transpose()?, backward.transpose()?);
-        let mut request = Self { input, file_dtype, layout, layout_source, problem, backward, quantizer };
-        for operand in request.inputs() {
+        let standard_slopes = args.alibi;
+        let mut request =
+            Self { input, file_dtype, layout, layout_source, problem, backward, quantizer, standard_slopes };
+        for operand in request.inputs().into_iter().filter(|operand| !request.makes(operand.slot())) {
             let (dtype, axes) = match is_in_files_order(&operand) {
                 true => (file_dtype, axes(layout)),
                 false => (operand.dtype(), operand.axes()),
@@ -149,12 +168,24 @@ impl Request {
         inputs(&self.problem.operands(), backward.as_ref()).into_values().copied().collect()
     }
 
+    /// Whether an input is not in the file.
+    fn makes(&self, slot: Slot) -> bool {
+        self.standard_slopes && slot == Slot::AlibiSlopes
+    }
+
     /// Reads the tensors, in the type that is computed in or quantised from.
     pub fn read(&mut self) -> Result<Tensors> {
         let source = self.problem.output_dtype();
         let dtype = |operand: &Operand| if operand.dtype() == DType::E4M3 { source } else { operand.dtype() };
         let inputs = self.inputs();
-        inputs.iter().map(|input| Ok((input.slot(), self.input.read(input.slot().name(), dtype(input))?))).collect()
+        let one = |input: &Operand| {
+            if self.makes(input.slot()) {
+                let slopes = standard(self.problem.dims().heads_q).map(|slope| slope as f32);
+                return Ok((input.slot(), Values::F32(slopes.collect())));
+            }
+            Ok((input.slot(), self.input.read(input.slot().name(), dtype(input))?))
+        };
+        inputs.iter().map(one).collect()
     }
 }
 

@@ -240,6 +240,45 @@ fn capped_scores_by_hand() {
     }
 }
 
+/// Two queries and two keys. The second query stands at the second key, and the first one before the first.
+#[test]
+fn linear_biases_by_hand() {
+    let folder = Folder::new();
+    let of = |slopes: Option<(&'static [usize], f32)>| {
+        let mut tensors = vec![
+            ("q", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 0.0])),
+            ("k", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[3.0, 4.0])),
+            ("v", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 2.0])),
+            ("d_o", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 1.0])),
+        ];
+        tensors.extend(slopes.map(|(shape, slope)| ("alibi_slopes", Dtype::F32, shape, bytes(&[slope]))));
+        folder.typed("qkv.safetensors", Some("bshd"), &tensors)
+    };
+    let output = folder.path("o.safetensors");
+    // One head of one has the slope 2^-8 with --alibi.
+    for (shape, slope, option) in
+        [(Some(&[1][..]), 0.5, ""), (Some(&[1, 1][..]), 0.5, ""), (None, 2.0_f32.powi(-8), "--alibi")]
+    {
+        let input = of(shape.map(|shape| (shape, slope)));
+        let line = format!("run --device cpu --scale 1 --max-logits {option}");
+        hattn_on(&line, &input, Some(&output)).fine();
+        let written = Written::read(&output);
+        let lse = [[3.0, 4.0 - slope], [-slope, 0.0]].map(|scores| scores.map(f32::exp).iter().sum::<f32>().ln());
+        assert!(written.lse.iter().zip(lse).all(|(got, want)| (got - want).abs() < 1e-5), "{:?}, {lse:?}", written.lse);
+        assert_eq!(written.gradients["max_logits"], (vec![1], vec![4.0 - slope]));
+        let checked = hattn_on(&format!("check --backward --device cpu --max-logits {option}"), &input, None).fine();
+        assert!(checked.contains("alibi") && checked.contains("max_logits") && checked.contains("passed"), "{checked}");
+    }
+    let input = of(Some((&[1], 0.5)));
+    let both = "--alibi, and a tensor `alibi_slopes` with other slopes; allowed: one of them";
+    hattn_on("run --device cpu --alibi", &input, Some(&output)).refused(&[both]);
+    // `hattn random` writes the slopes of models.
+    let random =
+        folder.random("random.safetensors", "--heads-q 4 --seqlen-q 40 --head-dim 8 --dtype f32 --alibi --backward");
+    let checked = hattn_on("check --backward --device cpu --mask causal", &random, None).fine();
+    assert!(checked.contains("causal alibi") && checked.contains("passed"), "{checked}");
+}
+
 /// An infinite input makes infinities, NaN, and rows that it has no part in. The oracle says which is where.
 #[test]
 fn check_passes_on_infinite_input() {

@@ -155,6 +155,10 @@ fn a_scale_that_is_no_scale() {
             &["softcap: ", "allowed: 0 (none), or finite and above 0"],
         );
     }
+    for what in ["alibi", "max_logits"] {
+        let options = format!("--{} --fp8 --dtype bf16", what.replace('_', "-"));
+        refused(&folder, &options, &input, &[&format!("unsupported: {what} with e4m3 operands")]);
+    }
     refused(&folder, "--softcap 50 --fp8 --dtype bf16", &input, &["unsupported: softcap 50 with e4m3 operands"]);
 }
 

@@ -5,6 +5,7 @@ use hopper_attention::reference::{
 };
 use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
+use crate::alibi::AlibiImage;
 use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
 use crate::packing::{read, read_numbers, write};
@@ -36,6 +37,8 @@ pub struct Prepared<T> {
     pub d_lse: Option<Image<f32, 3>>,
     /// The attention sinks, where the case has any.
     pub sinks: Option<SinksImage>,
+    /// The ALiBi slopes, where the case has any.
+    pub alibi: Option<AlibiImage>,
     /// What must come out.
     pub expected: BackwardExpected,
 }
@@ -66,7 +69,9 @@ impl<T: Poison> Prepared<T> {
         let problem = options.build().expect("a type with gradients");
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let sink_values = sinks.as_ref().map(SinksImage::values);
-        let modifiers = Modifiers { sinks: sink_values.as_deref() };
+        let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
+        let slopes = alibi.as_ref().map(AlibiImage::values);
+        let modifiers = Modifiers { sinks: sink_values.as_deref(), alibi_slopes: slopes.as_deref() };
         let belonging = case.packing.belonging(&forward);
         let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
         let input = |input, shape| {
@@ -112,7 +117,7 @@ impl<T: Poison> Prepared<T> {
         let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false)).of_sequences(rows(0), 1);
         case.values.fill(&mut o);
         let lse = Image::holding(&plain.lse, numbers).of_sequences(rows(0), 2);
-        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks }
+        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks, alibi }
     }
 
     /// Outputs that were not written yet.
@@ -137,6 +142,9 @@ impl<T: Poison> Prepared<T> {
     pub fn host_args<'a>(&'a self, outputs: &'a mut Outputs<T>) -> Args<'a> {
         let (q, kv) = (self.problem.forward().is_packed_q(), self.problem.forward().is_packed_kv());
         let mut args = self.case.packing.host_args(Args::new());
+        if let Some(alibi) = &self.alibi {
+            args = alibi.add_to(args);
+        }
         for (slot, image, packed) in [
             (Slot::Q, &self.q, q),
             (Slot::K, &self.k, kv),
@@ -201,6 +209,9 @@ impl<T: Poison> Prepared<T> {
         then.iter().zip(inputs).try_for_each(|(then, now)| then.check_unchanged(now.data()))?;
         before.lse.check_unchanged(self.lse.data())?;
         if let Some((then, now)) = before.sinks.as_ref().zip(self.sinks.as_ref()) {
+            now.check_unchanged(then)?;
+        }
+        if let Some((then, now)) = before.alibi.as_ref().zip(self.alibi.as_ref()) {
             now.check_unchanged(then)?;
         }
         match (&before.d_lse, &self.d_lse) {

@@ -4,6 +4,7 @@ use std::fmt;
 
 use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask};
 
+use crate::alibi::Alibi;
 use crate::data::Values;
 use crate::layouts::Placement;
 use crate::packing::Packing;
@@ -34,6 +35,10 @@ pub struct Case {
     pub sinks: Sinks,
     /// The cap of the scores. 0 where there is none.
     pub softcap: f32,
+    /// ALiBi slopes.
+    pub alibi: Alibi,
+    /// Whether the maximum logits are asked for. Gradients have no use for them.
+    pub max_logits: bool,
 }
 
 impl Case {
@@ -51,6 +56,8 @@ impl Case {
             packing: Packing::default(),
             sinks: Sinks::None,
             softcap: 0.0,
+            alibi: Alibi::None,
+            max_logits: false,
         }
     }
 
@@ -75,6 +82,20 @@ impl Case {
         self
     }
 
+    /// The same with ALiBi.
+    #[must_use]
+    pub fn alibi(mut self, alibi: Alibi) -> Self {
+        self.alibi = alibi;
+        self
+    }
+
+    /// The same with the maximum logits as an output, or without.
+    #[must_use]
+    pub fn max_logits(mut self, wanted: bool) -> Self {
+        self.max_logits = wanted;
+        self
+    }
+
     /// The library's problem.
     pub fn problem(&self, dtype: DType) -> ForwardProblem {
         self.options(dtype).build().expect("legal sizes and a legal scale")
@@ -83,7 +104,11 @@ impl Case {
     /// The library's problem, with options still to be chosen.
     pub fn options(&self, dtype: DType) -> ForwardProblemBuilder {
         let options = ForwardProblem::builder(dtype, self.dims).mask(self.mask).lse(self.lse).softcap(self.softcap);
-        let options = self.packing.options(options);
+        let options = self.packing.options(options).max_logits(self.max_logits);
+        let options = match self.alibi.option() {
+            Some(slopes) => options.alibi(slopes),
+            None => options,
+        };
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),
             None => options,
@@ -97,7 +122,8 @@ impl Case {
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks, softcap } = self;
+        let Self { dims: d, mask, scale, lse, placement, values, seed, packing, sinks, softcap, alibi, max_logits } =
+            self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
         if let Some(scale) = scale {
@@ -112,6 +138,10 @@ impl fmt::Display for Case {
         if *softcap != 0.0 {
             write!(f, " softcap {softcap}")?;
         }
+        if !alibi.is_none() {
+            write!(f, " alibi {alibi}")?;
+        }
+        f.write_str(if *max_logits { " max_logits" } else { "" })?;
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })
     }

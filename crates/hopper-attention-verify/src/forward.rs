@@ -1,10 +1,11 @@
 //! Forward passes of a case: inputs in guarded memory, and outputs judged.
 
 use hopper_attention::reference::{Expected, Modifiers, Report, Tensor};
-use hopper_attention::{Args, DType, Device, ForwardProblem, Slot, Stream, Workspace};
+use hopper_attention::{Args, DType, Device, ForwardProblem, Layout, Slot, Stream, TensorMut, Workspace};
 
+use crate::alibi::AlibiImage;
 use crate::case::Case;
-use crate::data::{Image, Input, Poison};
+use crate::data::{Image, Input, Poison, Values};
 use crate::packing::{read, write, write_numbers};
 use crate::ready::{Ready, Verdict};
 use crate::sinks::SinksImage;
@@ -24,6 +25,8 @@ pub struct Prepared<T> {
     pub v: Image<T, 4>,
     /// The attention sinks, where the case has any.
     pub sinks: Option<SinksImage>,
+    /// The ALiBi slopes, where the case has any.
+    pub alibi: Option<AlibiImage>,
     /// What must come out.
     pub expected: Expected,
 }
@@ -35,6 +38,8 @@ pub struct Outputs<T> {
     pub o: Image<T, 4>,
     /// The log-sum-exp, where it was asked for.
     pub lse: Option<Image<f32, 3>>,
+    /// The maximum logits, where they were asked for.
+    pub max_logits: Option<Image<f32, 1>>,
 }
 
 impl<T: Poison> Prepared<T> {
@@ -58,16 +63,18 @@ impl<T: Poison> Prepared<T> {
         let mut k = input(Input::K, problem.k_shape());
         let mut v = input(Input::V, problem.v_shape());
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
+        let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
         let expected = {
             let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
             let values = sinks.as_ref().map(SinksImage::values);
-            let modifiers = Modifiers { sinks: values.as_deref() };
+            let slopes = alibi.as_ref().map(AlibiImage::values);
+            let modifiers = Modifiers { sinks: values.as_deref(), alibi_slopes: slopes.as_deref() };
             Expected::with(&problem, &case.packing.lengths(), inputs, modifiers, 1.0, None).expect("matching shapes")
         };
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
         }
-        Self { case: case.clone(), problem, q, k, v, sinks, expected }
+        Self { case: case.clone(), problem, q, k, v, sinks, alibi, expected }
     }
 
     /// Outputs that were not written yet.
@@ -79,6 +86,10 @@ impl<T: Poison> Prepared<T> {
         Outputs {
             o: o.of_sequences(rows, 1),
             lse: self.problem.wants_lse().then(|| Image::poisoned(lse).of_sequences(rows, 2)),
+            max_logits: self
+                .problem
+                .wants_max_logits()
+                .then(|| Image::poisoned(Layout::contiguous([self.case.dims.heads_q]).expect("a short list"))),
         }
     }
 
@@ -88,6 +99,14 @@ impl<T: Poison> Prepared<T> {
         let mut args = self.case.packing.host_args(Args::new());
         if let Some(sinks) = &self.sinks {
             args = sinks.add_to(args);
+        }
+        if let Some(alibi) = &self.alibi {
+            args = alibi.add_to(args);
+        }
+        if let Some(max_logits) = &mut outputs.max_logits {
+            let layout = max_logits.layout();
+            let tensor = TensorMut::host(max_logits.inner_mut(), layout).expect("a fitting layout");
+            args = args.write(Slot::MaxLogits, tensor);
         }
         for (slot, image, packed) in [(Slot::Q, &self.q, q), (Slot::K, &self.k, kv), (Slot::V, &self.v, kv)] {
             args = read(args, slot, image.inner(), image.layout(), packed);
@@ -111,7 +130,22 @@ impl<T: Poison> Prepared<T> {
         if let Some(lse) = &mut lse {
             self.case.values.excuse(lse, &exact.lse);
         }
-        self.expected.check(&o, lse.as_deref()).expect("matching shapes")
+        let report = match &outputs.max_logits {
+            Some(max_logits) => self.expected.check_with(&o, lse.as_deref(), &self.max_logits(max_logits)),
+            None => self.expected.check(&o, lse.as_deref()),
+        };
+        report.expect("matching shapes")
+    }
+
+    /// The maximum logits to be judged. Where rows of garbage have a part, a sum in f32 may overflow or become NaN in its own way.
+    fn max_logits(&self, got: &Image<f32, 1>) -> Vec<f64> {
+        let garbage = matches!(self.case.values, Values::Garbage(..));
+        let exact = self.expected.oracle().max_logits.iter().map(|logit| logit.value);
+        got.values()
+            .into_iter()
+            .zip(exact)
+            .map(|(got, exact)| if garbage && exact > 1e30 { exact } else { got })
+            .collect()
     }
 
     /// The inputs as the oracle reads them.
@@ -124,7 +158,8 @@ impl<T: Poison> Outputs<T> {
     /// Looks at what a run left in them, for what it may not have done.
     pub fn check_written(&self) -> Result<(), String> {
         self.o.check_written()?;
-        self.lse.as_ref().map_or(Ok(()), Image::check_written)
+        self.lse.as_ref().map_or(Ok(()), Image::check_written)?;
+        self.max_logits.as_ref().map_or(Ok(()), Image::check_written)
     }
 }
 
@@ -156,6 +191,9 @@ impl<T: Poison> Ready for Prepared<T> {
             before.check_unchanged(after.data())?;
         }
         if let Some((before, after)) = before.sinks.as_ref().zip(self.sinks.as_ref()) {
+            after.check_unchanged(before)?;
+        }
+        if let Some((before, after)) = before.alibi.as_ref().zip(self.alibi.as_ref()) {
             after.check_unchanged(before)?;
         }
         outputs.check_written()

@@ -171,7 +171,8 @@ impl Operands {
     pub fn expected(&self) -> Expected {
         let [q, k, v] = self.real();
         let sinks = self.sinks.as_ref().map(SinksImage::values);
-        let (lengths, modifiers) = (self.packing.lengths(), Modifiers { sinks: sinks.as_deref() });
+        let (lengths, modifiers) =
+            (self.packing.lengths(), Modifiers { sinks: sinks.as_deref(), ..Modifiers::default() });
         Expected::with(&self.problem, &lengths, [&q, &k, &v], modifiers, 1.0, None).expect("matching shapes")
     }
 

@@ -15,6 +15,8 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use rayon::prelude::*;
 
+use crate::alibi::Alibi;
+use crate::case::Case;
 use crate::case::random::runner;
 use crate::ready::Verdict;
 
@@ -151,13 +153,30 @@ impl Fuzz {
     /// must be legal with every scale that is drawn: 0, or 1e-3 to 1e6.
     #[must_use]
     pub fn softcap(self, softcap: f32) -> Self {
-        let capped = move |mut problem: Problem| {
+        self.with(move |case| case.softcap = softcap)
+    }
+
+    /// Gives all problems ALiBi slopes of this kind in place of the drawn ones. Problems with e4m3 operands have none.
+    #[must_use]
+    pub fn alibi(self, alibi: Alibi) -> Self {
+        self.with(move |case| case.alibi = alibi)
+    }
+
+    /// Asks all problems for the maximum logits, or none of them. Problems with e4m3 operands have none.
+    #[must_use]
+    pub fn max_logits(self, wanted: bool) -> Self {
+        self.with(move |case| case.max_logits = wanted)
+    }
+
+    /// Changes the cases of problems whose operands are not e4m3.
+    fn with(self, change: impl Fn(&mut Case) + 'static) -> Self {
+        let changed = move |mut problem: Problem| {
             if !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) {
-                problem.case.softcap = softcap;
+                change(&mut problem.case);
             }
             problem
         };
-        Self { strategy: self.strategy.prop_map(capped).boxed(), ..self }
+        Self { strategy: self.strategy.prop_map(changed).boxed(), ..self }
     }
 
     /// The next problem.
@@ -219,6 +238,19 @@ mod tests {
             for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
                 let fp8 = matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
                 assert_eq!(problem.forward().softcap(), if fp8 { 0.0 } else { cap }, "{problem}");
+            }
+        }
+    }
+
+    #[test]
+    fn slopes_and_maximum_logits_may_be_given() {
+        for (alibi, wanted) in [(Alibi::None, false), (Alibi::PerBatch, true)] {
+            let mut fuzz = Fuzz::new(5, true).alibi(alibi).max_logits(wanted);
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let fp8 = matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+                let forward = problem.forward();
+                assert_eq!(forward.alibi(), if fp8 { None } else { alibi.option() }, "{problem}");
+                assert_eq!(forward.wants_max_logits(), wanted && !fp8, "{problem}");
             }
         }
     }

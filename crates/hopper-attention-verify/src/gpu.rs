@@ -13,6 +13,7 @@ use hopper_attention::{
     bf16,
 };
 
+use crate::alibi::AlibiImage;
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
 use crate::packing::{Packing, without_batch};
@@ -143,6 +144,37 @@ impl SinksOnDevice {
     }
 }
 
+/// ALiBi slopes of a case in device memory, guard bands included.
+pub struct AlibiOnDevice {
+    slopes: CudaSlice<f32>,
+    layout: Layout<2>,
+    per_batch: bool,
+}
+
+impl AlibiOnDevice {
+    /// Copies them.
+    pub fn new(stream: &Arc<CudaStream>, alibi: &AlibiImage) -> Self {
+        let slopes = stream.clone_htod(alibi.image().data()).expect("device memory");
+        Self { slopes, layout: alibi.image().layout(), per_batch: alibi.is_per_batch() }
+    }
+
+    /// Adds them to the arguments of a run.
+    pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        match self.per_batch {
+            true => args.read(Slot::AlibiSlopes, read(&self.slopes, self.layout)),
+            false => args.read(Slot::AlibiSlopes, read(&self.slopes, without_batch::<2, 1>(self.layout))),
+        }
+    }
+
+    /// Whether they are still what they were.
+    ///
+    /// # Errors
+    /// Where they are not.
+    pub fn check(&self, stream: &Arc<CudaStream>, alibi: &AlibiImage) -> std::result::Result<(), String> {
+        alibi.image().check_unchanged(&stream.clone_dtoh(&self.slopes).expect("a copy"))
+    }
+}
+
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
     /// Offsets and used lengths.
@@ -159,6 +191,10 @@ pub struct OnDevice<T> {
     pub lse: Option<CudaSlice<f32>>,
     /// The attention sinks, where there are any.
     pub sinks: Option<SinksOnDevice>,
+    /// The ALiBi slopes, where there are any.
+    pub alibi: Option<AlibiOnDevice>,
+    /// The maximum logits, where they were asked for.
+    pub max_logits: Option<CudaSlice<f32>>,
 }
 
 impl<T: Poison> OnDevice<T> {
@@ -174,6 +210,8 @@ impl<T: Poison> OnDevice<T> {
             o: up(&outputs.o),
             lse: outputs.lse.map(|lse| stream.clone_htod(lse.data()).expect("device memory")),
             sinks: prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks)),
+            alibi: prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi)),
+            max_logits: outputs.max_logits.map(|logits| stream.clone_htod(logits.data()).expect("device memory")),
         }
     }
 
@@ -184,6 +222,9 @@ impl<T: Poison> OnDevice<T> {
         if let (Some(to), Some(from)) = (&mut self.lse, &outputs.lse) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
+        if let (Some(to), Some(from)) = (&mut self.max_logits, &outputs.max_logits) {
+            stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
     }
 
     /// Writes another case's inputs, of the same sizes, into the same memory.
@@ -192,6 +233,7 @@ impl<T: Poison> OnDevice<T> {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
         self.sinks = prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks));
+        self.alibi = prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi));
     }
 
     /// The arguments of a run.
@@ -202,6 +244,13 @@ impl<T: Poison> OnDevice<T> {
         let mut args = self.lists.add_to(Args::new());
         if let Some(sinks) = &self.sinks {
             args = sinks.add_to(args);
+        }
+        if let Some(alibi) = &self.alibi {
+            args = alibi.add_to(args);
+        }
+        if let Some(max_logits) = &mut self.max_logits {
+            let layout = Layout::contiguous([prepared.case.dims.heads_q]).expect("a short list");
+            args = args.write(Slot::MaxLogits, write(max_logits, layout));
         }
         args = given_read(args, Slot::Q, &self.q, prepared.q.layout(), q);
         args = given_read(args, Slot::K, &self.k, prepared.k.layout(), kv);
@@ -243,6 +292,10 @@ impl<T: Poison> OnDevice<T> {
         if let (Some(image), Some(lse)) = (&mut outputs.lse, &self.lse) {
             image.take_output(stream.clone_dtoh(lse).expect("a copy")).map_err(|why| format!("lse: {why}"))?;
         }
+        if let (Some(image), Some(logits)) = (&mut outputs.max_logits, &self.max_logits) {
+            let data = stream.clone_dtoh(logits).expect("a copy");
+            image.take_output(data).map_err(|why| format!("max_logits: {why}"))?;
+        }
         Ok(outputs)
     }
 
@@ -250,7 +303,9 @@ impl<T: Poison> OnDevice<T> {
     pub fn untouched(&self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> bool {
         let o = stream.clone_dtoh(&self.o).expect("a copy");
         let lse = self.lse.as_ref().map(|lse| stream.clone_dtoh(lse).expect("a copy"));
+        let max_logits = self.max_logits.as_ref().map(|logits| stream.clone_dtoh(logits).expect("a copy"));
         o.iter().all(|x| x.is_poison())
+            && max_logits.is_none_or(|logits| logits.iter().all(|x| x.is_poison()))
             && lse.is_none_or(|lse| lse.iter().all(|x| x.is_poison()))
             && self.check_inputs(stream, prepared).is_ok()
     }
@@ -263,7 +318,10 @@ impl<T: Poison> OnDevice<T> {
         for (slice, image) in [(&self.q, &prepared.q), (&self.k, &prepared.k), (&self.v, &prepared.v)] {
             image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
         }
-        Ok(())
+        match self.alibi.as_ref().zip(prepared.alibi.as_ref()) {
+            Some((slopes, image)) => slopes.check(stream, image),
+            None => Ok(()),
+        }
     }
 }
 
@@ -272,7 +330,9 @@ pub fn same_bits<T: Poison>(a: &Outputs<T>, b: &Outputs<T>) -> bool {
     let bits = |outputs: &Outputs<T>| {
         let o: Vec<u32> = outputs.o.data().iter().map(|x| x.bits()).collect();
         let lse: Option<Vec<u32>> = outputs.lse.as_ref().map(|lse| lse.data().iter().map(|x| x.bits()).collect());
-        (o, lse)
+        let max_logits: Option<Vec<u32>> =
+            outputs.max_logits.as_ref().map(|logits| logits.data().iter().map(|x| x.bits()).collect());
+        (o, lse, max_logits)
     };
     bits(a) == bits(b)
 }

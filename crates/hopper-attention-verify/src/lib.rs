@@ -6,6 +6,7 @@
 
 #![deny(missing_docs)]
 
+pub mod alibi;
 pub mod backward;
 pub mod case;
 pub mod data;

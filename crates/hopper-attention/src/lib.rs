@@ -240,7 +240,8 @@ pub use mask::{Band, Corner, Mask};
 pub use operand::{Access, Operand, Operands, Presence, Slot};
 pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
-    BackwardProblem, BackwardProblemBuilder, Dims, ForwardProblem, ForwardProblemBuilder, Quantizer, QuantizerBuilder,
+    AlibiSlopes, BackwardProblem, BackwardProblemBuilder, Dims, ForwardProblem, ForwardProblemBuilder, Quantizer,
+    QuantizerBuilder,
 };
 pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};
 pub use scaling::{SCALE_BLOCK, Scaling};

@@ -114,6 +114,11 @@ slots! {
     Sinks => "sinks", "[heads]";
     /// The gradient of the attention sinks.
     DSinks => "d_sinks", "[heads]";
+    /// The ALiBi slope of each query head: see [`ForwardProblemBuilder::alibi`](crate::ForwardProblemBuilder::alibi). Slopes that
+    /// all batches share have no `batch`.
+    AlibiSlopes => "alibi_slopes", "[batch, heads]";
+    /// The largest score of each query head: see [`ForwardProblemBuilder::max_logits`](crate::ForwardProblemBuilder::max_logits).
+    MaxLogits => "max_logits", "[heads]";
     /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
 }
@@ -234,6 +239,11 @@ macro_rules! operand_setters {
             ///
             /// It must be given exactly when the problem was made with [`amax(true)`](crate::ForwardProblemBuilder::amax).
             amax: write TensorMut<f32, 1> as Amax;
+            /// The largest score of each query head, written, `[heads_q]`.
+            ///
+            /// It must be given exactly when the problem was made with
+            /// [`max_logits(true)`](crate::ForwardProblemBuilder::max_logits).
+            max_logits: write TensorMut<f32, 1> as MaxLogits;
         }
     };
     (BackwardArgs, $expand:ident) => {
@@ -302,7 +312,7 @@ pub struct Operand {
     is_option: bool,
     shape: [usize; MAX_RANK],
     rank: usize,
-    /// Whether sequences are packed along the rows, so that the tensor has no dimension `batch`.
+    /// Whether the tensor has no dimension `batch`: sequences are packed along its rows, or all batches share it.
     packed: bool,
 }
 
@@ -349,6 +359,11 @@ impl Operand {
         self
     }
 
+    /// The same tensor without its first dimension, where all batches share it. That dimension is `batch`, and has size 1.
+    pub(crate) fn shared(self, is_shared: bool) -> Self {
+        self.packed(is_shared)
+    }
+
     /// The operand's name.
     pub fn slot(&self) -> Slot {
         self.slot
@@ -385,8 +400,8 @@ impl Operand {
         &self.shape[..self.rank]
     }
 
-    /// Whether sequences are packed along the rows of the tensor. It then has one dimension less than [`Slot::rank`]: `batch`
-    /// is left out.
+    /// Whether sequences are packed along the rows of the tensor, or all batches share it. It then has one dimension less than
+    /// [`Slot::rank`]: `batch` is left out.
     pub fn is_packed(&self) -> bool {
         self.packed
     }
@@ -400,6 +415,7 @@ impl Operand {
         match (self.slot.rank(), self.slot) {
             (4, _) => "[total, heads, head_dim]",
             (_, Slot::Lse | Slot::DLse) => "[heads, total]",
+            (_, Slot::AlibiSlopes) => "[heads]",
             _ => "[heads, blocks]",
         }
     }

@@ -90,7 +90,7 @@ impl<T: Float + OutputOf<T>> Case<T> {
 
     fn check(&self, sinks: &[f64]) {
         let [q, k, v] = &self.inputs();
-        let modifiers = Modifiers { sinks: Some(sinks) };
+        let modifiers = Modifiers { sinks: Some(sinks), ..Modifiers::default() };
         let problem = &self.forward;
         let expected = Expected::with(problem, &Lengths::default(), [q, k, v], modifiers, 1.0, None).unwrap();
         let o = Self::tensor(&self.o, problem.o_shape());
@@ -148,7 +148,7 @@ impl<T: Float + OutputOf<T>> Case<T> {
             &Lengths::default(),
             [q, k, v, d_o],
             Some(&widened(&self.d_lse)),
-            Modifiers { sinks: Some(&wide) },
+            Modifiers { sinks: Some(&wide), ..Modifiers::default() },
             None,
         );
         let expected = expected.unwrap();
@@ -204,7 +204,7 @@ fn a_sink_may_be_a_rows_maximum() {
     let problem = options(DType::F32, Dims::new(1, 1, 1, 8).with_seqlen_kv(40), Mask::Full, DType::F32);
     let case = Case::<f32>::new(&problem, &[f32::NEG_INFINITY]);
     let [q, k, v] = &case.inputs();
-    let modifiers = Modifiers { sinks: Some(&[f64::NEG_INFINITY]) };
+    let modifiers = Modifiers { sinks: Some(&[f64::NEG_INFINITY]), ..Modifiers::default() };
     let oracle = reference::forward_with(&problem, &Lengths::default(), [q, k, v], modifiers).unwrap();
     let sink = oracle.scales[0].row_max as f32;
     let case = Case::<f32>::new(&problem, &[sink]);
@@ -255,12 +255,12 @@ fn the_oracles_gradient_is_that_of_a_loss() {
         let d_lse = widened(&case.d_lse);
         let lengths = Lengths::default();
         let loss = |sinks: &[f64]| {
-            let modifiers = Modifiers { sinks: Some(sinks) };
+            let modifiers = Modifiers { sinks: Some(sinks), ..Modifiers::default() };
             let oracle = reference::forward_with(&forward, &lengths, [q, k, v], modifiers).unwrap();
             let of_o: f64 = oracle.o.data().iter().zip(d_o.data()).map(|(a, b)| a * b).sum();
             of_o + oracle.lse.iter().zip(&d_lse).filter(|(lse, _)| lse.is_finite()).map(|(a, b)| a * b).sum::<f64>()
         };
-        let modifiers = Modifiers { sinks: Some(&sinks) };
+        let modifiers = Modifiers { sinks: Some(&sinks), ..Modifiers::default() };
         let inputs = [q, k, v, &d_o];
         let exact = reference::backward_with(&problem, &lengths, inputs, Some(&d_lse), modifiers).unwrap();
         for head in 0..4 {
@@ -317,7 +317,7 @@ fn packed_sequences_have_sinks_of_their_own_rows() {
     let inputs = [tensor(&q, 22), tensor(&k, 33), tensor(&v, 33), tensor(&d_o, 22)];
     let [q_t, k_t, v_t, d_o_t] = &inputs;
     let wide = widened(&sinks);
-    let modifiers = Modifiers { sinks: Some(&wide) };
+    let modifiers = Modifiers { sinks: Some(&wide), ..Modifiers::default() };
     let expected = Expected::with(&forward, &lengths, [q_t, k_t, v_t], modifiers, 1.0, None).unwrap();
     let report = expected.check(&tensor(&o, 22), Some(&widened(&lse))).unwrap();
     assert!(report.passed(), "{report}");
@@ -378,7 +378,7 @@ fn fp8_takes_sinks() {
             .unwrap();
         let tensor = |data: &[E4M3], shape| Tensor::from_strided(data, &layout(shape));
         let [q, k, v] = [tensor(&q, problem.q_shape()), tensor(&k, problem.k_shape()), tensor(&v, problem.v_shape())];
-        let modifiers = Modifiers { sinks: Some(&widened(&sinks)) };
+        let modifiers = Modifiers { sinks: Some(&widened(&sinks)), ..Modifiers::default() };
         let expected = Expected::with(&problem, &Lengths::default(), [&q, &k, &v], modifiers, 1.0, None).unwrap();
         let o = Tensor::from_strided(&o, &layout(problem.o_shape()));
         let report = expected.check(&o, Some(&widened(&lse))).unwrap();

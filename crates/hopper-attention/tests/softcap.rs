@@ -218,7 +218,7 @@ fn packed_sequences_and_sinks() {
     packed.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut workspace(), args).unwrap();
     let lengths = Lengths { cu_seqlens_q: Some(&offsets[0]), cu_seqlens_kv: Some(&offsets[1]), ..Lengths::default() };
     let sinks = widened(&sinks);
-    let modifiers = Modifiers { sinks: Some(&sinks) };
+    let modifiers = Modifiers { sinks: Some(&sinks), ..Modifiers::default() };
     let [q, k, v] = [(0, q), (1, k), (2, v)].map(|(i, shape)| wide(&inputs[i], shape));
     let expected = Expected::with(&packed, &lengths, [&q, &k, &v], modifiers, 1.0, None).unwrap();
     let o = wide(&o, packed.o_shape());

@@ -13,7 +13,7 @@
 //!
 //! - Gradients flow through the functions that are computed here.
 //! - Tensors in host memory are computed too, in f32 as well.
-//! - ALiBi and pages are not there yet. A call that asks for one is an error that names it.
+//! - Pages are not there yet. A call that asks for them is an error that names them.
 //! - `seqlens_q` and `seqlens_k` may be in host memory where the tensors are on a GPU. They are then checked.
 //! - By default the kernels are those for Hopper. The feature `sm80` adds those for older GPUs.
 //! - The struct `FlashAttn` is left out.
@@ -32,7 +32,9 @@ mod sinks;
 
 use candle_core::{Result, Tensor};
 use hopper_attention_candle::hopper_attention::Error;
-use hopper_attention_candle::{Mask, Options, attention, attention_varlen, refusal};
+use hopper_attention_candle::{
+    Mask, Options, attention, attention_varlen, attention_varlen_with_alibi, attention_with_alibi, refusal,
+};
 pub use sinks::{flash_attn_sinks, flash_attn_sinks_varlen};
 
 /// Attention to all keys, or with a causal mask.
@@ -68,42 +70,45 @@ fn options(softmax_scale: f32, window_size_left: Option<usize>, window_size_righ
     Options::new().mask(mask).softmax_scale(softmax_scale)
 }
 
-/// Refused: there is no ALiBi here yet.
+/// As [`flash_attn`], with linear biases: see [`flash_attn_alibi_windowed_softcap`].
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_with_alibi`].
 pub fn flash_attn_alibi(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _alibi_slopes: &Tensor,
-    _softmax_scale: f32,
-    _causal: bool,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    causal: bool,
 ) -> Result<Tensor> {
-    lacks("flash_attn_alibi: alibi_slopes", WITHOUT_BIAS)
+    flash_attn_alibi_windowed(q, k, v, alibi_slopes, softmax_scale, None, causal.then_some(0))
 }
 
-/// Refused: there is no ALiBi here yet.
+/// As [`flash_attn_windowed`], with linear biases: see [`flash_attn_alibi_windowed_softcap`].
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_with_alibi`].
 pub fn flash_attn_alibi_windowed(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _alibi_slopes: &Tensor,
-    _softmax_scale: f32,
-    _window_size_left: Option<usize>,
-    _window_size_right: Option<usize>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    lacks("flash_attn_alibi_windowed: alibi_slopes", WITHOUT_BIAS)
+    attention_with_alibi(q, k, v, alibi_slopes, &options(softmax_scale, window_size_left, window_size_right))
 }
 
-/// As [`flash_attn_windowed`], with scores that are capped before the mask: `softcap * tanh(softmax_scale * q . k / softcap)`.
-/// A softcap of 0 is none.
+/// As [`flash_attn_windowed`], with linear biases and with scores that are capped before the mask.
+///
+/// - The cap comes first: `softcap * tanh(softmax_scale * q . k / softcap)`. A softcap of 0 is none.
+/// - `alibi_slopes` is `[heads_q]` or `[batch, heads_q]`. A score then loses `slope * |i + seqlen_kv - seqlen_q - j|`. Slopes have
+///   no gradient.
 ///
 /// # Errors
-/// As [`hopper_attention_candle::attention`]. Also for slopes: ALiBi is not there yet.
+/// As [`hopper_attention_candle::attention_with_alibi`].
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
@@ -115,16 +120,15 @@ pub fn flash_attn_alibi_windowed_softcap(
     window_size_right: Option<usize>,
     softcap: f32,
 ) -> Result<Tensor> {
-    if alibi_slopes.is_some() {
-        return lacks("flash_attn_alibi_windowed_softcap: alibi_slopes", WITHOUT_BIAS);
+    let options = options(softmax_scale, window_size_left, window_size_right).softcap(softcap);
+    match alibi_slopes {
+        Some(slopes) => attention_with_alibi(q, k, v, slopes, &options),
+        None => attention(q, k, v, &options),
     }
-    attention(q, k, v, &options(softmax_scale, window_size_left, window_size_right).softcap(softcap))
 }
 
-/// What is said to be there instead of ALiBi.
-const WITHOUT_BIAS: &str = "flash_attn and flash_attn_windowed, without a bias";
-/// What is said to be there instead of pages, and of ALiBi on packed sequences.
-const PACKED: &str = "flash_attn_varlen and flash_attn_varlen_windowed, without pages and without a bias";
+/// What is said to be there instead of pages.
+const PACKED: &str = "flash_attn_varlen and flash_attn_varlen_windowed, without pages";
 
 fn lacks<T>(wanted: impl Into<String>, nearest: &str) -> Result<T> {
     Err(refusal(Error::Unsupported { wanted: wanted.into(), nearest: nearest.into() }))
@@ -201,51 +205,69 @@ pub fn flash_attn_varlen_paged_windowed(
     lacks("flash_attn_varlen_paged_windowed: block_table (pages of K and V)", PACKED)
 }
 
-/// Refused: there is no ALiBi here yet.
+/// As [`flash_attn_varlen`], with linear biases: see [`flash_attn_varlen_alibi_windowed_softcap`].
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_varlen_with_alibi`].
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _alibi_slopes: &Tensor,
-    _seqlens_q: &Tensor,
-    _seqlens_k: &Tensor,
-    _max_seqlen_q: usize,
-    _max_seqlen_k: usize,
-    _softmax_scale: f32,
-    _causal: bool,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_alibi: alibi_slopes", PACKED)
+    let (slopes, right, longest) = (Some(alibi_slopes), causal.then_some(0), [max_seqlen_q, max_seqlen_k]);
+    varlen([q, k, v], slopes, [seqlens_q, seqlens_k], longest, options(softmax_scale, None, right))
 }
 
-/// Refused: there is no ALiBi here yet.
+/// As [`flash_attn_varlen_windowed`], with linear biases: see [`flash_attn_varlen_alibi_windowed_softcap`].
 ///
 /// # Errors
-/// Always.
+/// As [`hopper_attention_candle::attention_varlen_with_alibi`].
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _alibi_slopes: &Tensor,
-    _seqlens_q: &Tensor,
-    _seqlens_k: &Tensor,
-    _max_seqlen_q: usize,
-    _max_seqlen_k: usize,
-    _softmax_scale: f32,
-    _window_size_left: Option<usize>,
-    _window_size_right: Option<usize>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    lacks("flash_attn_varlen_alibi_windowed: alibi_slopes", PACKED)
+    let options = options(softmax_scale, window_size_left, window_size_right);
+    varlen([q, k, v], Some(alibi_slopes), [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k], options)
 }
 
-/// As [`flash_attn_varlen_windowed`], with scores that are capped as in [`flash_attn_alibi_windowed_softcap`].
+/// Attention of packed sequences, with slopes or without.
+fn varlen(
+    [q, k, v]: [&Tensor; 3],
+    alibi_slopes: Option<&Tensor>,
+    [seqlens_q, seqlens_k]: [&Tensor; 2],
+    [longest_q, longest_k]: [usize; 2],
+    options: Options,
+) -> Result<Tensor> {
+    let options = options.max_seqlens(longest_q, longest_k);
+    match alibi_slopes {
+        Some(slopes) => attention_varlen_with_alibi(q, k, v, slopes, seqlens_q, seqlens_k, &options),
+        None => attention_varlen(q, k, v, seqlens_q, seqlens_k, &options),
+    }
+}
+
+/// As [`flash_attn_varlen_windowed`], with linear biases and capped scores as in [`flash_attn_alibi_windowed_softcap`]. Distances
+/// are those of each sequence.
 ///
 /// # Errors
-/// As [`hopper_attention_candle::attention_varlen`]. Also for slopes: ALiBi is not there yet.
+/// As [`hopper_attention_candle::attention_varlen_with_alibi`].
 #[allow(clippy::too_many_arguments, reason = "the signature is candle's")]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
@@ -261,9 +283,6 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     window_size_right: Option<usize>,
     softcap: f32,
 ) -> Result<Tensor> {
-    if alibi_slopes.is_some() {
-        return lacks("flash_attn_varlen_alibi_windowed_softcap: alibi_slopes", PACKED);
-    }
-    let options = options(softmax_scale, window_size_left, window_size_right).max_seqlens(max_seqlen_q, max_seqlen_k);
-    attention_varlen(q, k, v, seqlens_q, seqlens_k, &options.softcap(softcap))
+    let options = options(softmax_scale, window_size_left, window_size_right).softcap(softcap);
+    varlen([q, k, v], alibi_slopes, [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k], options)
 }

@@ -18,14 +18,14 @@ pub fn forward<T: Float + WithDType>(
     problem: &ForwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
-    sinks: Option<Given<'_>>,
+    [sinks, slopes]: [Option<Given<'_>>; 2],
 ) -> Result<(CpuStorage, Option<CpuStorage>)> {
     let ([is_packed, _], o_shape, lse_shape) = (is_packed(packing), problem.o_shape(), problem.lse_shape());
     let (of_o, of_lse) = (dims(&o_shape, is_packed), dims(&lse_shape, is_packed));
     let (mut o, mut lse) = (vec![T::default(); elements(of_o)?], vec![0f32; elements(of_lse)?]);
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
     args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
-    args = write(read_sinks(args, sinks)?, Slot::O, &mut o, of_o)?;
+    args = write(read_slopes(read_sinks(args, sinks)?, slopes)?, Slot::O, &mut o, of_o)?;
     if problem.wants_lse() {
         args = write(args, Slot::Lse, &mut lse, of_lse)?;
     }
@@ -41,7 +41,7 @@ pub fn backward<T: Float + WithDType>(
     problem: &BackwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
-    sinks: Option<Given<'_>>,
+    [sinks, slopes]: [Option<Given<'_>>; 2],
     o: Given<'_>,
     lse: &CpuStorage,
     d_o: Given<'_>,
@@ -56,7 +56,7 @@ pub fn backward<T: Float + WithDType>(
     let mut d_sinks = vec![0f32; problem.dims().heads_q];
     let lse_shape = problem.forward().lse_shape();
     let (lse, of_lse) = (lse.as_slice::<f32>()?, dims(&lse_shape, q_is_packed));
-    let mut args = Args::new();
+    let mut args = read_slopes(Args::new(), slopes)?;
     for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
         args = read::<T>(args, slot, tensor)?;
     }
@@ -90,6 +90,18 @@ fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> 
         Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
         Some(sinks) => typed::<f32>(args, sinks),
     }
+}
+
+/// Adds ALiBi's slopes, if there are any: one or two dimensions without gaps, f32.
+fn read_slopes<'a>(args: Args<'a>, slopes: Option<Given<'a>>) -> Result<Args<'a>> {
+    let Some((storage, layout)) = slopes else { return Ok(args) };
+    let data = storage.as_slice::<f32>()?;
+    let data = data.get(layout.start_offset()..).ok_or_else(|| beyond("alibi_slopes", layout, data.len()))?;
+    let slot = Slot::AlibiSlopes;
+    Ok(match layout.dims().len() {
+        1 => args.read(slot, TensorRef::host(data, contiguous::<1>(layout.dims())?).map_err(refusal)?),
+        _ => args.read(slot, TensorRef::host(data, contiguous::<2>(layout.dims())?).map_err(refusal)?),
+    })
 }
 
 /// Adds the memory that a tensor of candle's has.

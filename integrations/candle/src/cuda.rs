@@ -30,7 +30,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     problem: &ForwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
-    sinks: Option<Given<'_>>,
+    [sinks, slopes]: [Option<Given<'_>>; 2],
 ) -> Result<(CudaStorage, Option<CudaStorage>)> {
     static CACHE: Plans<ForwardProblem, ForwardPlan> = Plans::new();
     let device = &q.0.device;
@@ -42,7 +42,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     let mut scratch = scratch(device, plan.workspace_bytes())?;
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
     args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
-    args = write(read_sinks(args, sinks)?, Slot::O, &mut o, of_o)?;
+    args = write(read_slopes(read_sinks(args, sinks)?, slopes)?, Slot::O, &mut o, of_o)?;
     if let Some(lse) = &mut lse {
         args = write(args, Slot::Lse, lse, of_lse)?;
     }
@@ -57,7 +57,7 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
     problem: &BackwardProblem,
     packing: Option<&Packing>,
     [q, k, v]: [Given<'_>; 3],
-    sinks: Option<Given<'_>>,
+    [sinks, slopes]: [Option<Given<'_>>; 2],
     o: Given<'_>,
     lse: &CudaStorage,
     d_o: Given<'_>,
@@ -77,7 +77,7 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
     let mut scratch = scratch(device, plan.workspace_bytes())?;
     let lse_shape = problem.forward().lse_shape();
     let (lse, of_lse) = (lse.as_cuda_slice::<f32>()?, dims(&lse_shape, q_is_packed));
-    let mut args = Args::new();
+    let mut args = read_slopes(Args::new(), slopes)?;
     for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
         args = read::<T>(args, slot, tensor)?;
     }
@@ -112,6 +112,18 @@ fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> 
         Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
         Some(sinks) => typed::<f32>(args, sinks),
     }
+}
+
+/// Adds ALiBi's slopes, if there are any: one or two dimensions without gaps, f32.
+fn read_slopes<'a>(args: Args<'a>, slopes: Option<Given<'a>>) -> Result<Args<'a>> {
+    let Some((storage, layout)) = slopes else { return Ok(args) };
+    let data = storage.as_cuda_slice::<f32>()?;
+    let view = data.try_slice(layout.start_offset()..).ok_or_else(|| beyond("alibi_slopes", layout, data.len()))?;
+    let slot = Slot::AlibiSlopes;
+    Ok(match layout.dims().len() {
+        1 => args.read(slot, TensorRef::cuda(view, contiguous::<1>(layout.dims())?).map_err(refusal)?),
+        _ => args.read(slot, TensorRef::cuda(view, contiguous::<2>(layout.dims())?).map_err(refusal)?),
+    })
 }
 
 /// Adds the memory that a tensor of candle's has.

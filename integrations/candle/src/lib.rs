@@ -51,6 +51,7 @@
 
 #![deny(missing_docs)]
 
+mod alibi;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -82,7 +83,7 @@ use sinks::Sinks;
 /// - The tensors are not on one device, or on a device of Apple's.
 /// - The driver failed, or there is no memory.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<Tensor> {
-    attend(q, k, v, None, None, options)
+    attend(q, k, v, OfHeads::default(), None, options)
 }
 
 /// As [`attention`], with an attention sink for each query head: `sinks` is `[heads_q]`, in f32 or bf16.
@@ -109,7 +110,45 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
 /// # Errors
 /// As [`attention`]. Also: the sinks are not `[heads_q]`, of another type, or on another device than Q, K and V.
 pub fn attention_with_sinks(q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor, options: &Options) -> Result<Tensor> {
-    attend(q, k, v, Some(sinks), None, options)
+    attend(q, k, v, OfHeads { sinks: Some(sinks), ..OfHeads::default() }, None, options)
+}
+
+/// As [`attention`], with linear biases (ALiBi): the score of query `i` and key `j` loses
+/// `slope * |i + seqlen_kv - seqlen_q - j|`, after the softcap and before the mask. `alibi_slopes` is `[heads_q]` or
+/// `[batch, heads_q]`, and is computed with in f32.
+///
+/// [`ForwardProblemBuilder::alibi`](hopper_attention::ForwardProblemBuilder::alibi) says what the distance is where a mask is
+/// top-left. candle's autograd can compute gradients through O, but none of the slopes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use hopper_attention_candle::{Mask, Options, attention_with_alibi};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let qkv = Tensor::randn(0f32, 1.0, (1, 16, 4, 64), &Device::Cpu)?;
+/// let slopes = Tensor::new(&[0.25f32, 0.0625, 0.015625, 0.00390625], &Device::Cpu)?;
+/// let o = attention_with_alibi(&qkv, &qkv, &qkv, &slopes, &Options::new().mask(Mask::causal()))?;
+/// assert_eq!(o.dims(), [1, 16, 4, 64]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`attention`]. Also: the slopes have another shape, are on another device, or want a gradient.
+pub fn attention_with_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    attend(q, k, v, OfHeads { slopes: Some(alibi_slopes), ..OfHeads::default() }, None, options)
+}
+
+/// What attention reads beside Q, K and V, a number for each query head.
+#[derive(Clone, Copy, Default)]
+struct OfHeads<'a> {
+    sinks: Option<&'a Tensor>,
+    slopes: Option<&'a Tensor>,
 }
 
 /// What all calls with gradients do.
@@ -117,12 +156,13 @@ fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    sinks: Option<&Tensor>,
+    OfHeads { sinks, slopes }: OfHeads<'_>,
     packing: Option<Packing>,
     options: &Options,
 ) -> Result<Tensor> {
     let has_gradients = [q, k, v].into_iter().chain(sinks).any(|tensor| tensor.track_op());
-    let op = Attention::new(options, has_gradients, packing);
+    let slopes = slopes.map(|slopes| alibi::slopes(slopes, q)).transpose()?;
+    let op = Attention::new(options, has_gradients, packing).with_slopes(slopes);
     match sinks {
         None => q.apply_op3(k, v, op),
         Some(sinks) => {
@@ -173,7 +213,25 @@ pub fn attention_varlen(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, None, Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attend(q, k, v, OfHeads::default(), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+}
+
+/// As [`attention_varlen`], with linear biases: see [`attention_with_alibi`]. Distances are those of each sequence, and slopes
+/// `[batch, heads_q]` are those of each sequence.
+///
+/// # Errors
+/// As [`attention_varlen`], and as [`attention_with_alibi`] for the slopes.
+pub fn attention_varlen_with_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_kv: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    let slopes = OfHeads { slopes: Some(alibi_slopes), ..OfHeads::default() };
+    attend(q, k, v, slopes, Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 /// As [`attention_varlen`], with a sink for each query head, which all sequences share: see [`attention_with_sinks`].
@@ -191,7 +249,8 @@ pub fn attention_varlen_with_sinks(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, Some(sinks), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    let sinks = OfHeads { sinks: Some(sinks), ..OfHeads::default() };
+    attend(q, k, v, sinks, Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 fn packed(q: &Tensor, seqlens_q: &Tensor, seqlens_kv: &Tensor) -> Result<Packing> {
@@ -221,7 +280,7 @@ pub fn attention_padded_q(
 ) -> Result<Tensor> {
     let lengths = Lengths::new("seqlens_q", seqlens_q, q.dims().get(1).copied().unwrap_or(0), q.device())?;
     let packing = Packing { q: Queries::Padded(lengths), kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? };
-    attend(q, k, v, sinks, Some(packing), options)
+    attend(q, k, v, OfHeads { sinks, ..OfHeads::default() }, Some(packing), options)
 }
 
 /// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,

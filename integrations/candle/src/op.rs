@@ -9,12 +9,13 @@ use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
 use hopper_attention::{BackwardProblem, Error, bf16, f16};
 
+use crate::alibi;
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{missing, refusal};
 use crate::offsets::{Packing, is_packed};
-use crate::problem::{Options, dims};
+use crate::problem::{OfHeads, Options, dims};
 use crate::sinks::Sinks;
 
 /// The forward pass of one call.
@@ -25,18 +26,29 @@ pub struct Attention {
     packing: Option<Packing>,
     /// The sinks. The second tensor of the operation is then their knot, in the place of K.
     sinks: Option<Sinks>,
+    /// ALiBi's slopes, in f32 without gaps.
+    slopes: Option<Tensor>,
     /// The LSE, once the forward pass has run. candle has no place for it beside the output.
     lse: OnceLock<Tensor>,
 }
 
 impl Attention {
     pub fn new(options: &Options, wants_lse: bool, packing: Option<Packing>) -> Self {
-        Self { options: options.clone(), wants_lse, packing, sinks: None, lse: OnceLock::new() }
+        Self { options: options.clone(), wants_lse, packing, sinks: None, slopes: None, lse: OnceLock::new() }
     }
 
     /// With sinks, whose knot then stands in the place of K.
     pub fn with_sinks(self, sinks: Sinks) -> Self {
         Self { sinks: Some(sinks), ..self }
+    }
+
+    /// With ALiBi, if there are slopes.
+    pub fn with_slopes(self, slopes: Option<Tensor>) -> Self {
+        Self { slopes, ..self }
+    }
+
+    fn of_heads(&self) -> OfHeads {
+        of_heads(self.sinks.as_ref(), self.slopes.as_ref())
     }
 
     /// The LSE, after a forward pass that wanted it.
@@ -101,11 +113,13 @@ impl CustomOp3 for Attention {
         with_memory!(sinks.map(|sinks| &sinks.k), Cpu, held => {
             let (k, of_k) = held.unwrap_or((k, of_k));
             let logits = sinks.map(|sinks| &sinks.logits);
-            let of_sinks = logits.map(Tensor::dtype);
-            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], of_sinks, self.wants_lse, packing)?;
+            let heads = self.of_heads();
+            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], heads, self.wants_lse, packing)?;
             let qkv = [(q, of_q), (k, of_k), (v, of_v)];
             let (o, lse) = with_memory!(logits, Cpu, logits => {
-                by_type!(q.dtype(), cpu::forward(&problem, packing, qkv, logits))
+                with_memory!(self.slopes.as_ref(), Cpu, slopes => {
+                    by_type!(q.dtype(), cpu::forward(&problem, packing, qkv, [logits, slopes]))
+                })
             })?;
             self.keep(lse.map(Storage::Cpu), problem.lse_shape());
             Ok((o, dims(&problem.o_shape(), is_packed(packing)[0]).into()))
@@ -126,11 +140,13 @@ impl CustomOp3 for Attention {
         with_memory!(sinks.map(|sinks| &sinks.k), Cuda, held => {
             let (k, of_k) = held.unwrap_or((k, of_k));
             let logits = sinks.map(|sinks| &sinks.logits);
-            let of_sinks = logits.map(Tensor::dtype);
-            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], of_sinks, self.wants_lse, packing)?;
+            let heads = self.of_heads();
+            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], heads, self.wants_lse, packing)?;
             let qkv = [(q, of_q), (k, of_k), (v, of_v)];
             let (o, lse) = with_memory!(logits, Cuda, logits => {
-                by_type!(q.dtype(), cuda::forward(&problem, packing, qkv, logits))
+                with_memory!(self.slopes.as_ref(), Cuda, slopes => {
+                    by_type!(q.dtype(), cuda::forward(&problem, packing, qkv, [logits, slopes]))
+                })
             })?;
             self.keep(lse.map(Storage::Cuda), problem.lse_shape());
             Ok((o, dims(&problem.o_shape(), is_packed(packing)[0]).into()))
@@ -155,7 +171,8 @@ impl CustomOp3 for Attention {
         let lse = self.lse.get().ok_or_else(|| missing("lse"))?;
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
         let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
-        let gradients = Gradients { options: &self.options, packing, sinks, o, lse, d_o: &d_o, rest: OnceLock::new() };
+        let (options, slopes, rest) = (&self.options, self.slopes.as_ref(), OnceLock::new());
+        let gradients = Gradients { options, packing, sinks, slopes, o, lse, d_o: &d_o, rest };
         // As an operation on Q, K and V, which may share their memory: candle then locks it once for all of them.
         let d_q = q.apply_op3_no_bwd(sinks.map_or(k, |sinks| &sinks.k), v, &gradients)?;
         let Rest { d_k, d_v, d_sinks } = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
@@ -174,6 +191,7 @@ struct Gradients<'a> {
     options: &'a Options,
     packing: Option<&'a Packing>,
     sinks: Option<&'a Sinks>,
+    slopes: Option<&'a Tensor>,
     o: &'a Tensor,
     lse: &'a Tensor,
     d_o: &'a Tensor,
@@ -191,9 +209,8 @@ struct Rest {
 
 impl Gradients<'_> {
     fn problem(&self, dtype: DType, qkv: [&Layout; 3]) -> Result<BackwardProblem> {
-        let of_sinks = self.sinks.map(|sinks| sinks.logits.dtype());
         let wants_d_sinks = self.sinks.is_some_and(|sinks| sinks.has_gradient);
-        self.options.backward(dtype, qkv, of_sinks, wants_d_sinks, self.packing)
+        self.options.backward(dtype, qkv, of_heads(self.sinks, self.slopes), wants_d_sinks, self.packing)
     }
 
     fn keep(&self, problem: &BackwardProblem, [d_k, d_v]: [Storage; 2], d_sinks: Option<Storage>) {
@@ -229,7 +246,9 @@ impl CustomOp3 for Gradients<'_> {
         let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
         let logits = self.sinks.map(|sinks| &sinks.logits);
         let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cpu, logits => {
-            by_type!(q.dtype(), cpu::backward(&problem, self.packing, qkv, logits, o, lse, d_o))
+            with_memory!(self.slopes, Cpu, slopes => {
+                by_type!(q.dtype(), cpu::backward(&problem, self.packing, qkv, [logits, slopes], o, lse, d_o))
+            })
         })?;
         self.keep(&problem, [d_k, d_v].map(Storage::Cpu), d_sinks.map(Storage::Cpu));
         Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.packing)[0]).into()))
@@ -254,11 +273,18 @@ impl CustomOp3 for Gradients<'_> {
         let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
         let logits = self.sinks.map(|sinks| &sinks.logits);
         let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cuda, logits => {
-            by_type!(q.dtype(), cuda::backward(&problem, self.packing, qkv, logits, o, lse, d_o))
+            with_memory!(self.slopes, Cuda, slopes => {
+                by_type!(q.dtype(), cuda::backward(&problem, self.packing, qkv, [logits, slopes], o, lse, d_o))
+            })
         })?;
         self.keep(&problem, [d_k, d_v].map(Storage::Cuda), d_sinks.map(Storage::Cuda));
         Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.packing)[0]).into()))
     }
+}
+
+/// What a problem with these has for each query head.
+fn of_heads(sinks: Option<&Sinks>, slopes: Option<&Tensor>) -> OfHeads {
+    OfHeads { sinks: sinks.map(|sinks| sinks.logits.dtype()), alibi: slopes.map(alibi::option) }
 }
 
 /// A tensor without gaps that is no part of a graph.
@@ -269,5 +295,5 @@ fn tensor(storage: Storage, shape: &[usize]) -> Tensor {
 /// The error for tensors of one call on several devices. candle has compared those of Q, K and V.
 fn elsewhere() -> candle_core::Error {
     let (got, allowed) = ("another device".into(), "the device of q, k and v".into());
-    refusal(Error::Device { what: "o, lse, d_o and sinks", got, allowed })
+    refusal(Error::Device { what: "o, lse, d_o, sinks and alibi_slopes", got, allowed })
 }

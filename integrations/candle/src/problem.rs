@@ -1,10 +1,17 @@
 //! From candle's layouts to problems.
 
 use candle_core::{DType, Layout, Result};
-use hopper_attention::{Arch, BackwardProblem, Dims, Error, ForwardProblem, Mask};
+use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Dims, Error, ForwardProblem, Mask};
 
 use crate::error::refusal;
 use crate::offsets::{Packing, is_packed};
+
+/// What a problem has for each query head: sinks of this type, and these slopes.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct OfHeads {
+    pub sinks: Option<DType>,
+    pub alibi: Option<AlibiSlopes>,
+}
 
 /// What attention computes, beside its tensors.
 ///
@@ -73,15 +80,14 @@ impl Options {
         Self { max_seqlens: [Some(queries), Some(keys)], ..self }
     }
 
-    /// The forward problem of tensors with these layouts, and of sinks of the type `sinks`. A packed tensor has no dimension
-    /// `batch`.
+    /// The forward problem of tensors with these layouts, and of these sinks and slopes. A packed tensor has no dimension `batch`.
     ///
     /// Rows that belong to no sequence are filled, so that every output is written in full.
     pub(crate) fn forward(
         &self,
         dtype: DType,
         [q, k, v]: [&Layout; 3],
-        sinks: Option<DType>,
+        OfHeads { sinks, alibi }: OfHeads,
         lse: bool,
         packing: Option<&Packing>,
     ) -> Result<ForwardProblem> {
@@ -114,6 +120,9 @@ impl Options {
         if packing.is_some() {
             problem = problem.packed_q(q_is_packed).used_q(!q_is_packed).packed_kv(true).fill_gaps(true);
         }
+        if let Some(slopes) = alibi {
+            problem = problem.alibi(slopes);
+        }
         problem = match sinks {
             None => problem,
             Some(DType::F32) => problem.sinks(hopper_attention::DType::F32),
@@ -138,11 +147,11 @@ impl Options {
         &self,
         dtype: DType,
         qkv: [&Layout; 3],
-        sinks: Option<DType>,
+        of_heads: OfHeads,
         wants_d_sinks: bool,
         packing: Option<&Packing>,
     ) -> Result<BackwardProblem> {
-        let forward = self.forward(dtype, qkv, sinks, true, packing)?;
+        let forward = self.forward(dtype, qkv, of_heads, true, packing)?;
         let options = BackwardProblem::builder(&forward).deterministic(self.deterministic);
         options.d_sinks(wants_d_sinks).build().map_err(refusal)
     }

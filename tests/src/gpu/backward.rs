@@ -37,6 +37,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             d_k: output(d_k, prepared.problem.d_k_shape()),
             d_v: output(d_v, prepared.problem.d_v_shape()),
             sinks: None,
+            alibi_slopes: None,
             workspace: 0,
             workspace_bytes: 0,
         }

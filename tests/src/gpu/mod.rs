@@ -209,6 +209,8 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
                 tensor(address, DType::F32, ordinal, lse_layout)
             }),
             sinks: None,
+            alibi_slopes: None,
+            max_logits: None,
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -78,6 +78,8 @@ fn c_quantises_and_attends_as_rust_does() {
             o: tensor(o_address, output, 0, Layout::contiguous(given.o_shape()).unwrap()),
             lse: Some(written(&gpu, &mut lse, given.lse_shape())),
             sinks: None,
+            alibi_slopes: None,
+            max_logits: None,
             workspace,
             workspace_bytes: bytes,
         };

@@ -3,6 +3,7 @@
 #![cfg(feature = "cuda")]
 
 mod accuracy;
+mod alibi;
 mod allocations;
 mod backward;
 mod capi;

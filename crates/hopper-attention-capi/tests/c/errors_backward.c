@@ -26,6 +26,7 @@ static hattn_forward_problem forward_problem(void) {
   forward.window_left = problem.window_left, forward.window_right = problem.window_right;
   forward.softmax_scale = problem.softmax_scale;
   forward.softcap = problem.softcap;
+  forward.alibi = problem.alibi;
   return forward;
 }
 

@@ -408,6 +408,7 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.softmax_scale = NAN, HATTN_ERROR_VALUE, "softmax_scale", "NaN", "finite and above 0");
   NO_PLAN(problem.softcap = -1.0F, HATTN_ERROR_VALUE, "softcap", "-1", "0 (none), or finite and above 0");
   NO_PLAN(problem.softcap = NAN, HATTN_ERROR_VALUE, "softcap", "NaN", "finite and above 0");
+  NO_PLAN(problem.alibi = 3, HATTN_ERROR_ARGUMENT, "alibi", "3", "HATTN_ALIBI_PER_BATCH (2)");
   NO_PLAN(problem.softcap = INFINITY, HATTN_ERROR_VALUE, "softcap", "inf", "finite and above 0");
   problem.mask = HATTN_MASK_WINDOW;
   NO_PLAN(problem.window_left = -2, HATTN_ERROR_VALUE, "window_left", "-2", "HATTN_UNBOUNDED (-1)");

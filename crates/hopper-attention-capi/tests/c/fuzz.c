@@ -95,7 +95,7 @@ static void make_forward_problem(hattn_dtype dtype) {
   SET_NUMBERS(p, dtype == HATTN_E4M3 && one_in(16));
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
-  if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F;
+  if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F, p.max_logits = (int32_t)one_in(3);
   if (dtype == HATTN_E4M3) {
     static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};
     p.output = outputs[below(4)];
@@ -116,6 +116,7 @@ static void make_forward(void) {
   a.v = add_tensor(READ, dtype, 4, V_SHAPE(forward));
   a.o = add_tensor(WRITTEN, output, 4, O_SHAPE(forward));
   if (forward->lse) a.lse = add_tensor(WRITTEN, HATTN_F32, 3, LSE_SHAPE(forward));
+  if (forward->max_logits) a.max_logits = add_tensor(WRITTEN, HATTN_F32, 1, forward->heads_q, 0, 0, 0);
   if (dtype == HATTN_E4M3) {
     a.descale_q = add_factors(FACTOR, forward->seqlen_q, forward->heads_q);
     a.descale_k = add_factors(FACTOR, forward->seqlen_kv, forward->heads_kv);

@@ -157,6 +157,8 @@ constexpr ForwardProblem all_set() {
       .window(8, kUnbounded, Corner::TopLeft)
       .softmax_scale(0.5F)
       .softcap(50.0F)
+      .alibi(Alibi::PerBatch)
+      .max_logits(true)
       .arch(Arch::Sm80)
       .sm_margin(16);
 }
@@ -167,7 +169,7 @@ void holds_all(const Problem& problem) {
   const auto& c = problem.c_problem();
   CHECK(c.struct_size == sizeof(c) && c.abi_version == 1 && c.dtype == HATTN_BF16);
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
-  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.softcap == 50.0F && c.arch == HATTN_ARCH_SM80);
+  CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.softcap == 50.0F && c.alibi == HATTN_ALIBI_PER_BATCH && c.max_logits == 1 && c.arch == HATTN_ARCH_SM80);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
   CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED && c.sm_margin == 16);
 }

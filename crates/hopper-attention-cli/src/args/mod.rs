@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use hopper_attention::Mask;
+use hopper_attention_verify::alibi::Alibi;
 use hopper_attention_verify::inputs::Class;
 
 use words::{parse_mask, parse_share, parse_softcap};
@@ -110,7 +111,8 @@ pub struct ComputeArgs {
     /// each sequence begins. With any layout seqused_q and seqused_kv (i32 [batch]) may say how many rows of each are used.
     ///
     /// A tensor `sinks` (f32 or bf16 [heads_q]) has the attention sinks: a logit for each query head, which takes part in the
-    /// softmax of all its rows and has no value.
+    /// softmax of all its rows and has no value. A tensor `alibi_slopes` (f32 [heads_q] or [batch, heads_q]) has the slopes of
+    /// linear biases: see --alibi.
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
     /// Also compute the gradients d_q, d_k and d_v
@@ -137,6 +139,15 @@ pub struct ComputeArgs {
     /// Cap C of the scores: C * tanh(scale * q k / C), before the mask. Finite and above 0; 0: no cap. Not with --fp8
     #[arg(long, value_name = "C", default_value_t = 0.0, allow_negative_numbers = true)]
     pub softcap: f32,
+    /// Attention with linear biases (ALiBi), with the slopes of models: 2^(-8 h / heads_q) of head h, from 1 on
+    ///
+    /// The score of query i and key j loses slope * |i + seqlen_kv - seqlen_q - j|, after the cap and before the mask. A file with
+    /// a tensor alibi_slopes has its own slopes, and needs no option. Not with --fp8.
+    #[arg(long)]
+    pub alibi: bool,
+    /// Also compute max_logits, f32 [heads_q]: the largest score of each query head, after scale, cap and biases. Not with --fp8
+    #[arg(long)]
+    pub max_logits: bool,
     /// Order of the dimensions of the file's 4-d tensors [default: what the file's metadata says under `layout`]
     #[arg(long)]
     pub layout: Option<FileLayout>,
@@ -200,6 +211,13 @@ pub struct FuzzArgs {
     /// The cap of the scores of all problems but those of e4m3 operands; 0: none [default: drawn, one problem in four has one]
     #[arg(long, value_name = "C", allow_negative_numbers = true, value_parser = parse_softcap)]
     pub softcap: Option<f32>,
+    /// The ALiBi slopes of all problems but those of e4m3 operands: none, standard, per-batch, large, negative or mixed
+    /// [default: drawn, one problem in four has some]
+    #[arg(long, value_name = "KIND")]
+    pub alibi: Option<Alibi>,
+    /// Ask all problems but those of e4m3 operands for the maximum logits [default: drawn, one problem in five has them]
+    #[arg(long)]
+    pub max_logits: bool,
     /// Go on after a wrong problem, and make the first one smaller at the end
     #[arg(long)]
     pub keep_going: bool,
@@ -207,7 +225,7 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "keep_going", "near", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "max_logits", "keep_going", "near", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]
@@ -270,6 +288,9 @@ pub struct RandomArgs {
     /// Also write sinks, f32 [heads_q]: a logit for each query head
     #[arg(long)]
     pub sinks: bool,
+    /// Also write alibi_slopes, f32 [heads_q]: 2^(-8 h / heads_q) of head h, from 1 on
+    #[arg(long)]
+    pub alibi: bool,
     /// Class of inputs: normal, peaky, sink, late or nan
     ///
     /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every

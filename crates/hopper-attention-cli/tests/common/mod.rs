@@ -214,7 +214,7 @@ pub struct Written {
     pub o: Vec<f32>,
     pub lse_shape: Vec<usize>,
     pub lse: Vec<f32>,
-    /// By name, with their shapes: of `--backward`.
+    /// By name, with their shapes: of `--backward`, and max_logits.
     pub gradients: HashMap<String, (Vec<usize>, Vec<f32>)>,
     pub metadata: HashMap<String, String>,
 }
@@ -234,7 +234,8 @@ impl Written {
                 (name, (tensor.shape().to_vec(), floats(o.dtype(), tensor.data())))
             })
             .collect();
-        let mut names: Vec<&str> = gradients.keys().map(String::as_str).collect();
+        let names = gradients.keys().map(String::as_str);
+        let mut names: Vec<&str> = names.filter(|&name| name != "max_logits").collect();
         names.sort_unstable();
         assert!(names.is_empty() || names == ["d_k", "d_q", "d_v"], "tensors other than gradients: {names:?}");
         Self {

@@ -80,7 +80,8 @@ template <class Traits, class Encode, class StartMain>
 Status launch_packed_forward(FwdParams const& params, CUstream_st* stream, Encode const& encode,
                              StartMain const& start_main) noexcept {
   Sequences const& sequences = params.sequences;
-  if (params.batch == 0) {
+  // Without queries there is the maximum logit alone to write.
+  if (params.batch == 0 || params.seqlen_q == 0) {
     if (Status const status = launch_fill_max_logits(params, stream); !is_ok(status)) {
       return status;
     }

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
+use crate::alibi::Alibi;
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
@@ -42,7 +43,8 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
             let packing = Packing::default();
             let (seed, sinks, softcap) = (seed.into(), Sinks::None, 0.0);
-            Case { dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap }
+            let (alibi, max_logits) = (Alibi::None, false);
+            Case { dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap, alibi, max_logits }
         },
     )
 }
@@ -101,6 +103,12 @@ pub fn capped(case: Case, (softcap, saturated): (f32, bool)) -> Case {
     // A product of normal inputs has a standard deviation of `sqrt(head_dim)`.
     let scale = saturated.then(|| 4.0 * softcap / (case.dims.head_dim_qk as f32).sqrt());
     Case { scale: scale.or(case.scale), ..case.softcap(softcap) }
+}
+
+/// The ALiBi slopes of a case, and whether it has the maximum logits: most cases have neither.
+pub fn biases() -> impl Strategy<Value = (Alibi, bool)> {
+    let alibi = prop_oneof![1 => Just(Alibi::None), 3 => proptest::sample::select(Alibi::ALL.to_vec())];
+    prop_oneof![3 => Just((Alibi::None, false)), 2 => (alibi, any::<bool>())]
 }
 
 /// A case with packed sequences and used lengths. Its rows stay as many, and are cut into sequences. A side that is not packed

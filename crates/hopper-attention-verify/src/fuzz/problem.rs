@@ -6,6 +6,7 @@ use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling}
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use crate::alibi::Alibi;
 use crate::case::{Case, random};
 use crate::data::Values;
 use crate::layouts::Placement;
@@ -148,14 +149,22 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
-    let cases = (cases, random::softcap());
+    let cases = (cases, (random::softcap(), random::biases()));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
-        move |((pass, dtype, arch, deterministic), (case, softcap), values, (scaling, half_scores, hadamard), last)| {
+        move |(
+            (pass, dtype, arch, deterministic),
+            (case, (softcap, biases)),
+            values,
+            (scaling, half_scores, hadamard),
+            last,
+        )| {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
-            // e4m3 operands have no cap.
-            let mut case = if fp8 { case } else { random::capped(case, softcap) };
+            // e4m3 operands have no cap, no ALiBi and no maximum logits.
+            let (alibi, max_logits) = biases;
+            let modified = |case| random::capped(Case { alibi, max_logits, ..case }, softcap);
+            let mut case = if fp8 { case } else { modified(case) };
             case.values = values.unwrap_or(case.values);
             if for_gpu && pass == Pass::Backward {
                 // Backward kernels have no head dims above 128.
@@ -222,6 +231,16 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "is_zero")]
     softcap: f32,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "Alibi::is_none")]
+    alibi: Alibi,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "is_false")]
+    max_logits: bool,
+}
+
+fn is_false(wanted: &bool) -> bool {
+    !wanted
 }
 
 fn is_zero(softcap: &f32) -> bool {
@@ -275,6 +294,8 @@ impl From<Problem> for Record {
             packing: case.packing,
             sinks: case.sinks,
             softcap: case.softcap,
+            alibi: case.alibi,
+            max_logits: case.max_logits,
         }
     }
 }
@@ -313,6 +334,8 @@ impl TryFrom<Record> for Problem {
             packing: record.packing,
             sinks: record.sinks,
             softcap: record.softcap,
+            alibi: record.alibi,
+            max_logits: record.max_logits,
         };
         let problem = Self {
             pass: record.pass,
@@ -456,6 +479,45 @@ mod tests {
         let text = serde_json::to_string(&Problem { case: fp8.case.clone().softcap(50.0), ..fp8.clone() }).unwrap();
         let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
         assert!(error.contains("softcap 50 with e4m3 operands"), "{error}");
+    }
+
+    #[test]
+    fn slopes_and_maximum_logits_are_drawn_for_passes_that_have_them() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..600).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let both: [Vec<Problem>; 2] = [drawn(true), drawn(false)];
+        let fp8 = |problem: &&Problem| matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+        for (drawn, pass) in both.iter().flat_map(|drawn| [Pass::Forward, Pass::Backward].map(|pass| (drawn, pass))) {
+            let of_pass = || drawn.iter().filter(|problem| problem.pass == pass);
+            let share = |of: fn(&Case) -> bool| {
+                of_pass().filter(|problem| of(&problem.case)).count() as f64 / of_pass().count() as f64
+            };
+            let shares = [share(|case| !case.alibi.is_none()), share(|case| case.max_logits)];
+            assert!(shares.iter().all(|share| (0.1..0.4).contains(share)), "{pass:?} {shares:?}");
+            assert!(share(|case| case.alibi.is_none() && case.softcap == 0.0 && !case.max_logits) > 0.35, "{pass:?}");
+            assert!(Alibi::ALL.iter().all(|kind| of_pass().any(|problem| problem.case.alibi == *kind)), "{pass:?}");
+            for with in [
+                |case: &Case| case.softcap != 0.0,
+                |case: &Case| !case.sinks.is_none(),
+                |case: &Case| case.packing != Packing::default(),
+                |case: &Case| case.max_logits,
+            ] {
+                assert!(of_pass().any(|problem| !problem.case.alibi.is_none() && with(&problem.case)), "{pass:?}");
+            }
+        }
+        assert!(
+            both.iter().flatten().filter(fp8).all(|problem| problem.case.alibi.is_none() && !problem.case.max_logits)
+        );
+        // A file that wants them of e4m3 operands is refused by name.
+        let fp8 = both.iter().flatten().find(fp8).unwrap();
+        for (case, what) in [
+            (fp8.case.clone().alibi(Alibi::Standard), "alibi with e4m3 operands"),
+            (fp8.case.clone().max_logits(true), "max_logits with e4m3 operands"),
+        ] {
+            let text = serde_json::to_string(&Problem { case, ..fp8.clone() }).unwrap();
+            let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        }
     }
 
     #[test]

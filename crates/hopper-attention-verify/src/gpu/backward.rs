@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{Args, BackwardPlan, Layout, Slot, Stream, Workspace};
 
-use super::{Lists, SinksOnDevice, given_read, given_read_numbers, given_write, write};
+use super::{AlibiOnDevice, Lists, SinksOnDevice, given_read, given_read_numbers, given_write, write};
 use crate::backward::{Outputs, Prepared};
 use crate::data::{Image, Poison};
 
@@ -23,6 +23,8 @@ pub struct OnDevice<T> {
     pub outputs: [CudaSlice<T>; 3],
     /// The attention sinks and their gradient, where there are any.
     pub sinks: Option<(SinksOnDevice, CudaSlice<f32>)>,
+    /// The ALiBi slopes, where there are any.
+    pub alibi: Option<AlibiOnDevice>,
 }
 
 fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
@@ -48,6 +50,7 @@ impl<T: Poison> OnDevice<T> {
                 .as_ref()
                 .zip(d_sinks)
                 .map(|(sinks, d_sinks)| (SinksOnDevice::new(stream, sinks), up(stream, &d_sinks))),
+            alibi: prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi)),
         }
     }
 
@@ -80,6 +83,9 @@ impl<T: Poison> OnDevice<T> {
         let [packed_q, packed_kv] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(|slot| problem.forward().wants(slot));
         let slots = [Slot::Q, Slot::K, Slot::V, Slot::O, Slot::DO];
         let mut args = self.lists.add_to(Args::new());
+        if let Some(alibi) = &self.alibi {
+            args = alibi.add_to(args);
+        }
         for ((slice, image), slot) in self.inputs.iter().zip(inputs(prepared)).zip(slots) {
             let packed = if matches!(slot, Slot::K | Slot::V) { packed_kv } else { packed_q };
             args = given_read(args, slot, slice, image.layout(), packed);
@@ -158,6 +164,9 @@ impl<T: Poison> OnDevice<T> {
         prepared.lse.check_unchanged(&stream.clone_dtoh(&self.lse).expect("a copy"))?;
         if let Some(((slice, _), image)) = self.sinks.as_ref().zip(prepared.sinks.as_ref()) {
             slice.check(stream, image)?;
+        }
+        if let Some((slopes, image)) = self.alibi.as_ref().zip(prepared.alibi.as_ref()) {
+            slopes.check(stream, image)?;
         }
         match (&self.d_lse, &prepared.d_lse) {
             (Some(slice), Some(image)) => image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy")),

@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+use super::alibi::{Bias, Slopes};
 use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
@@ -33,6 +34,7 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub d_lse: Option<HostRef<'a, f32, 3>>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub alibi: Slopes<'a>,
 }
 
 /// The tensors that a backward pass writes, in host memory.
@@ -142,6 +144,8 @@ impl<T> Scratch<T> {
 
 /// What all pairs of one query share.
 struct Row {
+    /// Its number in the sequence.
+    query: usize,
     /// The keys that the query keeps.
     keys: Keys,
     lse: f32,
@@ -161,7 +165,7 @@ fn rows_of(
     rows.clear();
     rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
         let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { band.keys(query, of.kv.len) };
-        Row { keys, lse, delta }
+        Row { query, keys, lse, delta }
     }));
 }
 
@@ -189,6 +193,7 @@ fn of_queries<T: Float>(
     let lse = inputs.lse.part(&task.rows, task.head, task.tokens.clone());
     rows_of(problem, &task.sequence, task.tokens.clone(), lse, delta, rows);
 
+    let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, task.head);
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
@@ -197,7 +202,7 @@ fn of_queries<T: Float>(
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept);
-        weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
+        weights(problem, rows, &block, bias.map(|bias| (bias, first)), [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
     round(d_q, problem.softmax_scale(), of_tokens);
@@ -224,6 +229,7 @@ fn of_keys<T: Float>(
     }
     let of_queries = &task.sequence.q;
     for head in task.head * group..(task.head + 1) * group {
+        let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, head);
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
             let lse = inputs.lse.part(of_queries, head, queries.clone());
@@ -235,7 +241,8 @@ fn of_keys<T: Float>(
             }
             load(&inputs.q, of_queries, head, queries.clone(), q);
             load(&inputs.d_o, of_queries, head, queries, d_o);
-            weights(problem, rows, &block, [q, k, v, d_o], p, d_s);
+            let bias = bias.map(|bias| (bias, task.tokens.start));
+            weights(problem, rows, &block, bias, [q, k, v, d_o], p, d_s);
             block.sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
@@ -245,11 +252,12 @@ fn of_keys<T: Float>(
 }
 
 /// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0. With a cap the
-/// scores in P are capped, and dS is multiplied by the cap's derivative.
+/// scores in P are capped, and dS is multiplied by the cap's derivative. `bias` is that of ALiBi, with the first key of the block.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
     block: &Block<'_>,
+    bias: Option<(Bias, usize)>,
     [q, k, v, d_o]: [&[f32]; 4],
     p: &mut Vec<f32>,
     d_s: &mut Vec<f32>,
@@ -268,10 +276,21 @@ fn weights(
             out[..kept.start].fill(0.0);
             out[kept.end..].fill(0.0);
         }
-        for (p, d_s) in p[kept.clone()].iter_mut().zip(&mut d_s[kept.clone()]) {
-            let (score, slope) = if softcap == 0.0 { (*p, 1.0) } else { capped(softcap, *p) };
-            *p = (score - row.lse).exp();
-            *d_s = *p * (*d_s - row.delta) * slope;
+        let (p, d_s) = (&mut p[kept.clone()], &mut d_s[kept.clone()]);
+        // The derivative of a score with respect to the product that it is made of.
+        d_s.iter_mut().for_each(|d_s| *d_s -= row.delta);
+        if softcap != 0.0 {
+            for (p, d_s) in p.iter_mut().zip(d_s.iter_mut()) {
+                let (score, slope) = capped(softcap, *p);
+                (*p, *d_s) = (score, *d_s * slope);
+            }
+        }
+        if let Some((bias, first_key)) = bias {
+            bias.subtract(row.query, first_key + kept.start, p);
+        }
+        for (p, d_s) in p.iter_mut().zip(d_s) {
+            *p = (*p - row.lse).exp();
+            *d_s *= *p;
         }
     }
 }

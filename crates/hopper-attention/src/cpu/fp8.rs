@@ -202,7 +202,7 @@ fn compute_tile<O: OutputOf<E4M3>>(
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
     let descale_q = inputs.descale_q.at(task.rows.factor(scaling, task.head, problem.group_size(), task.tokens.start));
     let largest_v = largest_of_head(scaling, &inputs.descale_v, of_keys, head_kv);
-    let Scratch { tile: tile::Scratch { o, lse, q, k, v, scores, sums, kept }, amax } = scratch;
+    let Scratch { tile: tile::Scratch { o, lse, q, k, v, scores, sums, kept, .. }, amax } = scratch;
     load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);

@@ -3,6 +3,7 @@
 //! A *task* is a block of tokens of one head: queries, or keys. A task visits those blocks of the other sequence that have an
 //! unmasked pair with it. One thread visits them in order. So the same inputs give the same bits with any number of threads.
 
+mod alibi;
 mod backward;
 mod block;
 mod fp8;
@@ -24,8 +25,10 @@ use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::problem::{Dims, ForwardProblem};
 use crate::sequences::{Lengths, SequenceRows, Side};
+use memory::reserved;
 use tasks::{Task, Tasks, Team};
 
+pub(crate) use alibi::Slopes;
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
 pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp8};
 pub(crate) use host::{HostMut, HostRef};
@@ -46,12 +49,14 @@ pub(crate) struct Inputs<'a, T> {
     pub v: HostRef<'a, T, 4>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub alibi: Slopes<'a>,
 }
 
 /// The tensors that a forward pass writes, in host memory.
 pub(crate) struct Outputs<'a, T> {
     pub o: HostMut<'a, T, 4>,
     pub lse: Option<HostMut<'a, f32, 3>>,
+    pub max_logits: Option<HostMut<'a, f32, 1>>,
 }
 
 /// How the sequences of a problem are cut.
@@ -86,14 +91,24 @@ pub(crate) fn forward<T: Float>(
     let sequences = Sequences::new(problem, &inputs.lengths)?;
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks))?;
+    let mut max_logits = reserved(if outputs.max_logits.is_some() { dims.heads_q } else { 0 })?;
     matmul::check_memory(team.threads())?;
+    if outputs.max_logits.is_some() {
+        max_logits.resize(dims.heads_q, f32::NEG_INFINITY);
+    }
     let compute = |scratch: &mut tile::Scratch<T>, task: &Task| tile::forward(problem, inputs, blocks, task, scratch);
     team.each(&tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.o);
         if let Some(lse) = &mut outputs.lse {
             lse.store_part(task, &scratch.lse);
         }
+        if let Some(largest) = max_logits.get_mut(task.head) {
+            *largest = scratch.max_logit.max(*largest);
+        }
     })?;
+    if let Some(out) = &mut outputs.max_logits {
+        max_logits.iter().enumerate().for_each(|(head, &largest)| out.set([head], largest));
+    }
     if problem.fills_gaps() {
         fill_gaps(&sequences, Side::Q, &mut outputs.o);
         fill_lse_gaps(&sequences, outputs.lse.as_mut());

@@ -67,8 +67,10 @@ fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) 
         v: HostRef::of(&v, layouts[2]),
         lengths: Lengths::default(),
         sinks: Sinks::None,
+        alibi: None,
     };
-    let outputs = Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)) };
+    let outputs =
+        Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)), max_logits: None };
     forward::<T>(problem, &inputs, outputs).unwrap();
     let values = Tensor::from_strided(&o, &o_layout);
     let written = values.data().len();
@@ -181,8 +183,10 @@ fn broadcast_inputs() {
     let repeat = Layout::with_strides([1, 3, 1, 16], [0, 0, 16, 1]).unwrap();
     let mut o = [f32::NAN; 96];
     let (k, v) = (HostRef::of(&k[..16], repeat), HostRef::of(&v[..16], repeat));
-    let inputs = Inputs { q: HostRef::of(&q, dense(2)), k, v, lengths: Lengths::default(), sinks: Sinks::None };
-    forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None }).unwrap();
+    let inputs =
+        Inputs { q: HostRef::of(&q, dense(2)), k, v, lengths: Lengths::default(), sinks: Sinks::None, alibi: None };
+    forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None, max_logits: None })
+        .unwrap();
     for (i, o) in o.iter().enumerate() {
         assert!((o - (i % 16) as f32).abs() < 1e-5, "{i}: {o}");
     }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::alibi::Bias;
 use super::block::{self, Block, Keys};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
@@ -18,6 +19,8 @@ pub(super) struct Scratch<T> {
     pub o: Vec<T>,
     /// The results, `[queries]`.
     pub lse: Vec<f32>,
+    /// The largest score of all queries. -inf where there is none.
+    pub max_logit: f32,
     pub q: Vec<f32>,
     pub k: Vec<f32>,
     pub v: Vec<f32>,
@@ -34,6 +37,7 @@ impl<T> Scratch<T> {
         Ok(Self {
             o: reserved(queries * dims.head_dim_vo)?,
             lse: reserved(queries)?,
+            max_logit: f32::NEG_INFINITY,
             q: reserved(queries * dims.head_dim_qk)?,
             k: reserved(keys * dims.head_dim_qk)?,
             v: reserved(keys * dims.head_dim_vo)?,
@@ -75,7 +79,8 @@ pub(super) fn forward<T: Float>(
     // Blocks of which no query keeps a key are not visited.
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
 
-    let Scratch { o, lse, q, k, v, scores, sums, kept } = scratch;
+    let bias = Bias::of(problem, &inputs.alibi, &task.sequence, task.head);
+    let Scratch { o, lse, max_logit, q, k, v, scores, sums, kept } = scratch;
     load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
@@ -87,8 +92,9 @@ pub(super) fn forward<T: Float>(
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(problem.softmax_scale(), queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept);
-        for (((row, kept), scores), sums) in rows
+        for ((((row, query), kept), scores), sums) in rows
             .iter_mut()
+            .zip(task.tokens.clone())
             .zip(block.kept())
             .zip(scores.chunks_exact_mut(keys))
             .zip(sums.chunks_exact_mut(dims.head_dim_vo))
@@ -96,11 +102,15 @@ pub(super) fn forward<T: Float>(
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
             cap(problem.softcap(), &mut scores[kept.clone()]);
+            if let Some(bias) = &bias {
+                bias.subtract(query, first + kept.start, &mut scores[kept.clone()]);
+            }
             row.step(&mut scores[kept.clone()], sums);
         }
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
+    *max_logit = rows.iter().fold(f32::NEG_INFINITY, |largest, row| largest.max(row.max));
     let sink = inputs.sinks.of(task.head);
     o.clear();
     lse.clear();

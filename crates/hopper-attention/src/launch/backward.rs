@@ -71,6 +71,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 d_lse: args.read(Slot::DLse),
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().forward().sinks()),
+                alibi: args.read(Slot::AlibiSlopes),
             },
             BackwardOutputs::<T> {
                 d_q: required(Slot::DQ, args.write(Slot::DQ))?,
@@ -140,6 +141,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         sinks_dtype: sys::sinks_dtype(problem.forward()),
         d_sinks: operand(Slot::DSinks),
         softcap: problem.forward().softcap(),
-        alibi: sys::TensorDesc::default(),
+        alibi: operand(Slot::AlibiSlopes),
     })
 }

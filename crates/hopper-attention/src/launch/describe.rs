@@ -86,7 +86,8 @@ fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
 /// access it element by element.
 ///
 /// A dimension of size 1, or one that the tensor does not have, gets stride 0. All indices then read the one element, as
-/// those that share a descale factor must. The only dimension of sinks, and of their gradient, is the heads.
+/// those that share a descale factor must, and batches that share ALiBi slopes. The only dimension of sinks, of their gradient and
+/// of maximum logits is the heads.
 fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     if !raw.layout.is_empty() {
         check_address(slot, raw, raw.dtype.bytes() as u64)?;
@@ -100,7 +101,7 @@ fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
         _ => 0,
     };
     let address = raw.address;
-    if matches!(slot, Slot::Sinks | Slot::DSinks) {
+    if matches!(slot, Slot::Sinks | Slot::DSinks | Slot::MaxLogits) {
         return Ok(Descriptor { address, stride_head: stride(0), ..Descriptor::default() });
     }
     Ok(Descriptor { address, stride_batch: stride(0), stride_head: stride(1), stride_row: stride(2) })
@@ -218,6 +219,17 @@ mod tests {
         let sinks = raw(0x102, DType::BF16, Layout::contiguous([4]).unwrap());
         let found = described(Slot::Sinks, sinks).unwrap();
         assert_eq!(found, Descriptor { address: 0x102, stride_head: 1, ..Default::default() });
+        let strided = |stride| Layout::with_strides([4], [stride]).unwrap();
+        let max_logits = raw(0x104, DType::F32, strided(1));
+        let found = described(Slot::MaxLogits, max_logits).unwrap();
+        assert_eq!(found, Descriptor { address: 0x104, stride_head: 1, ..Default::default() });
+        // All batches share them, or each has its own.
+        let slopes = raw(0x104, DType::F32, strided(1));
+        let found = described(Slot::AlibiSlopes, slopes).unwrap();
+        assert_eq!(found, Descriptor { address: 0x104, stride_head: 1, ..Default::default() });
+        let slopes = raw(0x104, DType::F32, Layout::with_strides([2, 4], [20, 1]).unwrap());
+        let found = described(Slot::AlibiSlopes, slopes).unwrap();
+        assert_eq!(found, Descriptor { address: 0x104, stride_batch: 20, stride_head: 1, stride_row: 0 });
     }
 
     #[test]

@@ -27,8 +27,8 @@ impl Launch for ForwardPlan {
     }
 
     fn has_nothing_to_do(&self) -> bool {
-        // The largest magnitude of an empty O is 0, and must be written.
-        self.problem().is_empty() && !self.problem().wants_amax()
+        // The largest magnitude of an empty O is 0, and its maximum logits are -inf. They must be written.
+        self.problem().is_empty() && !self.problem().wants_amax() && !self.problem().wants_max_logits()
     }
 
     unsafe fn on_cpu(&self, args: &RawArgs) -> Result<()> {
@@ -80,8 +80,13 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
                 v: required(Slot::V, args.read(Slot::V))?,
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().sinks()),
+                alibi: args.read(Slot::AlibiSlopes),
             },
-            Outputs::<T> { o: required(Slot::O, args.write(Slot::O))?, lse: args.write(Slot::Lse) },
+            Outputs::<T> {
+                o: required(Slot::O, args.write(Slot::O))?,
+                lse: args.write(Slot::Lse),
+                max_logits: args.write(Slot::MaxLogits),
+            },
         )
     };
     cpu::forward(plan.problem(), &inputs, outputs)
@@ -164,7 +169,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         sinks: operand(Slot::Sinks),
         sinks_dtype: sys::sinks_dtype(problem),
         softcap: problem.softcap(),
-        alibi: sys::TensorDesc::default(),
-        max_logits: sys::TensorDesc::default(),
+        alibi: operand(Slot::AlibiSlopes),
+        max_logits: operand(Slot::MaxLogits),
     })
 }

@@ -228,7 +228,9 @@ fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size:
         block_list_size: 0,
         sum_blocks: 0,
         fill_gaps: problem.fills_gaps(),
-        bottom_right: problem.mask().is_bottom_right(),
+        // Without a mask the diagonal matters for the distances of ALiBi alone.
+        bottom_right: problem.mask().is_bottom_right()
+            || (problem.alibi().is_some() && problem.mask().corner().is_none()),
     }
 }
 

@@ -4,6 +4,7 @@ use super::*;
 use crate::arch::{ComputeCapability, Modifiers, Pass};
 use crate::dtype::DType;
 use crate::mask::Mask;
+use crate::operand::Slot;
 use crate::problem::{Dims, ForwardProblem};
 
 const H100: DeviceFacts = DeviceFacts::h100_sxm();
@@ -57,8 +58,19 @@ fn rows_for_capped_scores_are_for_them_alone() {
     let refused = |cap, rows: &[KernelInfo]| select_backward(&problem(cap), &H100, rows).unwrap_err().to_string();
     let text = "unsupported: softcap 50 with backward sm90 kernels for bf16; nearest: no softcap, or Device::cpu()";
     assert_eq!(refused(50.0, &rows()), text);
-    let text = "unsupported: backward sm90 kernels for bf16 without softcap; nearest: with softcap";
+    let text =
+        "unsupported: backward sm90 kernels for bf16 without softcap, alibi and max_logits; nearest: with one of them";
     assert_eq!(refused(0.0, &both[6..]), text);
+    // ALiBi needs such a row, too. The maximum logit is no matter of gradients.
+    let of = |alibi: bool, softcap: f32| {
+        let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).softcap(softcap);
+        let forward = forward.operand(Slot::AlibiSlopes, alibi).max_logits(true).build().unwrap();
+        BackwardProblem::builder(&forward).build().unwrap()
+    };
+    assert_eq!(select_backward(&of(true, 0.0), &H100, &both).unwrap().kernel.modifiers, Modifiers::Always);
+    assert_eq!(select_backward(&of(false, 0.0), &H100, &both).unwrap().kernel.modifiers, Modifiers::Never);
+    let text = "unsupported: softcap 50 and alibi with backward sm90 kernels for bf16; nearest: no softcap, alibi, or Device::cpu()";
+    assert_eq!(select_backward(&of(true, 50.0), &H100, &rows()).unwrap_err().to_string(), text);
 }
 
 /// Rows for sm80 with the real tiles, for one mask class.

@@ -50,7 +50,8 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 2. instruction set: the one that the problem asks for, or else the newest of those left;
 /// 3. element type of Q, K and V;
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
-/// 5. the cap of the scores: the kernel takes it, or takes problems without one;
+/// 5. what is done to scores or read of them (softcap, ALiBi, the maximum logit): the kernel takes such problems, or problems
+///    without any of it;
 /// 6. scores in f16: only if the problem allows them;
 /// 7. mask class;
 /// 8. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
@@ -112,19 +113,24 @@ pub(super) fn fitting<'a>(
             (wanted, "Device::cpu(), or one problem for each length".into())
         },
     )?;
-    let capped = problem.softcap() != 0.0;
+    let modifiers = modifiers(problem);
+    let modified = !modifiers.is_empty();
     let rows = filter_rows(
         rows,
-        |row| if capped { row.takes_modifiers() } else { !row.needs_modifiers() },
+        |row| if modified { row.takes_modifiers() } else { !row.needs_modifiers() },
         |rows| {
             let pass = if is_backward(rows) { "backward " } else { "" };
             let arch = list(rows, |row| row.arch.to_string());
-            match capped {
-                true => (
-                    format!("softcap {} with {pass}{arch} kernels for {dtype}", problem.softcap()),
-                    "no softcap, or Device::cpu()".into(),
-                ),
-                false => (format!("{pass}{arch} kernels for {dtype} without softcap"), "with softcap".into()),
+            let kernels = format!("{pass}{arch} kernels for {dtype}");
+            match modified {
+                true => {
+                    let (with, names): (Vec<_>, Vec<_>) = modifiers.iter().cloned().unzip();
+                    (
+                        format!("{} with {kernels}", with.join(" and ")),
+                        format!("no {}, or Device::cpu()", names.join(", ")),
+                    )
+                }
+                false => (format!("{kernels} without softcap, alibi and max_logits"), "with one of them".into()),
             }
         },
     )?;
@@ -168,6 +174,17 @@ pub(super) fn fitting<'a>(
             (wanted, format!("{} bytes on this GPU", gpu.smem_bytes_per_block))
         },
     )
+}
+
+/// What a problem does to its scores or reads of them, with and without numbers.
+fn modifiers(problem: &ForwardProblem) -> Vec<(String, &'static str)> {
+    let softcap = problem.softcap();
+    let all = [
+        (softcap != 0.0, format!("softcap {softcap}"), "softcap"),
+        (problem.alibi().is_some(), "alibi".into(), "alibi"),
+        (problem.wants_max_logits(), "max_logits".into(), "max_logits"),
+    ];
+    all.into_iter().filter(|(is_there, ..)| *is_there).map(|(_, with, name)| (with, name)).collect()
 }
 
 /// The target of a plan for the CPU. A problem that asks for a GPU's instruction set is refused.

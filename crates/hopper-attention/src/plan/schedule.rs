@@ -150,9 +150,14 @@ impl Bounds {
         let band = band(problem, dims.seqlen_q, dims.seqlen_kv);
         let bound = |bound: Option<usize>| bound.map_or(UNBOUNDED, |keys| small(keys).min(UNBOUNDED));
         let step = band.chunk.map_or(1, small);
+        // Where there is no mask, the distances of ALiBi need a diagonal all the same.
+        let offset = match problem.alibi() {
+            Some(_) => problem.alibi_offset(dims.seqlen_q, dims.seqlen_kv),
+            None => band.offset,
+        };
         Self {
             // |offset| < 2^30: the problem was checked.
-            diagonal_offset: if problem.has_lengths() { 0 } else { i32::try_from(band.offset).unwrap_or(0) },
+            diagonal_offset: if problem.has_lengths() { 0 } else { i32::try_from(offset).unwrap_or(0) },
             window_left: if band.chunk.is_some() { step - 1 } else { bound(band.left) },
             window_right: bound(band.right),
             step,

@@ -12,7 +12,8 @@ use crate::operand::{Operand, Operands, Slot, SlotSet};
 /// A backward pass: the gradients of a forward pass with respect to Q, K and V.
 ///
 /// It holds the forward problem, and options of its own. The backward pass reads the forward's output and log-sum-exp
-/// (LSE). So the problem that [`forward`](Self::forward) returns always has the LSE as an output.
+/// (LSE). So the problem that [`forward`](Self::forward) returns always has the LSE as an output. It never has the
+/// [maximum logit](crate::ForwardProblemBuilder::max_logits), which has no part in gradients.
 ///
 /// Packed tensors and used lengths are those of the forward problem. Each gradient has the shape of the tensor that it belongs
 /// to. The rows of gradients that belong to no sequence are not written, unless the forward problem fills gaps.
@@ -110,7 +111,7 @@ impl BackwardProblemBuilder {
             let allowed = "bf16, f16, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed });
         }
-        let forward = forward.to_builder().lse(true).sm_margin(sm_margin).build()?;
+        let forward = forward.to_builder().lse(true).max_logits(false).sm_margin(sm_margin).build()?;
         Ok(BackwardProblem { forward, asked_for, deterministic })
     }
 }
@@ -155,6 +156,7 @@ impl BackwardProblem {
             seqused_kv,
             self.forward.sinks_operand().when(self.wants_d_sinks(), "d_sinks"),
             Operand::write(Slot::DSinks, DType::F32, [self.dims().heads_q]).when(self.wants_d_sinks(), "d_sinks"),
+            self.forward.alibi_operand(),
         ])
     }
 

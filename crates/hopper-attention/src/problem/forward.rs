@@ -2,10 +2,12 @@
 
 use std::fmt;
 
+use super::alibi::AlibiSlopes;
 use super::dims::Dims;
 use super::fp8::Fp8;
 use super::packing::{LENGTHS, Packing, batch_of};
 use super::scale::{self, Scale};
+use super::{alibi, max_logits};
 use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -14,7 +16,8 @@ use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::{Rows, Scaling};
 
 /// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options. With a
-/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask.
+/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask, and with
+/// [`alibi`](ForwardProblemBuilder::alibi) they then fall with the distance of query and key.
 ///
 /// A problem holds numbers and no memory. It is checked when it is built. It does not depend on a device. It implements
 /// `Eq` and `Hash`, so that a program can keep a map from problems to plans.
@@ -44,6 +47,8 @@ pub struct ForwardProblem {
     fp8: Option<Fp8>,
     /// The element type of the attention sinks. `None` where there are none.
     pub(super) sinks: Option<DType>,
+    /// Which ALiBi slopes there are. `None` where there are none.
+    pub(super) alibi: Option<AlibiSlopes>,
 }
 
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
@@ -65,6 +70,8 @@ pub struct ForwardProblemBuilder {
     half_scores: bool,
     /// The element type of the attention sinks, where they were asked for.
     pub(super) sinks: DType,
+    /// Which ALiBi slopes there are, where they were asked for.
+    pub(super) alibi: AlibiSlopes,
 }
 
 impl ForwardProblemBuilder {
@@ -83,8 +90,9 @@ impl ForwardProblemBuilder {
         self.operand(Slot::Lse, wanted)
     }
 
-    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`, and
-    /// `operand(Slot::Sinks, true)` the same as `sinks(DType::F32)`.
+    /// Adds or removes an optional operand by its name. `operand(Slot::Lse, true)` is the same as `lse(true)`,
+    /// `operand(Slot::Sinks, true)` the same as `sinks(DType::F32)`, and `operand(Slot::AlibiSlopes, true)` the same as
+    /// `alibi(AlibiSlopes::PerHead)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
@@ -241,7 +249,7 @@ impl ForwardProblemBuilder {
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
     /// sinks are not f32 or bf16.
     ///
-    /// [`Error::Unsupported`]: a softcap with e4m3 operands.
+    /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -261,11 +269,14 @@ impl ForwardProblemBuilder {
             return Err(Error::Value { what: "softmax_scale", got, allowed });
         }
         let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = LENGTHS;
-        let optional = [Slot::Lse, Slot::Amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, Slot::Sinks];
-        asked_for.check_among(&optional)?;
+        let lengths = [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv];
+        let others = [Slot::Lse, Slot::Amax, Slot::Sinks, Slot::AlibiSlopes, Slot::MaxLogits];
+        asked_for.check_among(&[&others[..2], &lengths[..], &others[2..]].concat())?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         let softcap = scale::softcap(softcap, softmax_scale, dtype)?;
+        let alibi = alibi::checked(asked_for, self.alibi, dtype)?;
+        max_logits::check(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);
         Ok(ForwardProblem {
             dtype,
@@ -279,6 +290,7 @@ impl ForwardProblemBuilder {
             packing,
             fp8,
             sinks,
+            alibi,
         })
     }
 }
@@ -300,6 +312,7 @@ impl ForwardProblem {
             scaling: None,
             half_scores: false,
             sinks: DType::F32,
+            alibi: AlibiSlopes::default(),
         }
     }
 
@@ -319,6 +332,7 @@ impl ForwardProblem {
             scaling: self.scaling(),
             half_scores: self.allows_half_scores(),
             sinks: self.sinks.unwrap_or(DType::F32),
+            alibi: self.alibi.unwrap_or_default(),
         }
     }
 
@@ -345,6 +359,9 @@ impl ForwardProblem {
             seqused_q,
             seqused_kv,
             self.sinks_operand().when(self.wants(Slot::Sinks), "sinks"),
+            self.alibi_operand(),
+            Operand::write(Slot::MaxLogits, DType::F32, [self.dims.heads_q])
+                .when(self.wants_max_logits(), "max_logits"),
         ])
     }
 
@@ -506,7 +523,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -518,7 +535,9 @@ impl ForwardProblem {
             d.head_dim_qk,
             d.head_dim_vo,
             self.mask,
-            self.softcap_text()
+            self.softcap_text(),
+            self.alibi_text(),
+            if self.wants_max_logits() { " max_logits" } else { "" }
         )
     }
 }
@@ -678,7 +697,8 @@ mod tests {
         let text = options.operand(Slot::DQ, true).build().unwrap_err().to_string();
         assert_eq!(
             text,
-            "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks"
+            "d_q: asked for; allowed: lse, amax, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks, alibi_slopes, \
+             max_logits"
         );
     }
 
@@ -689,10 +709,10 @@ mod tests {
             |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
         let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
         assert_eq!(presence(&plain)[..4], [Required; 4]);
-        assert_eq!(presence(&plain)[4..], [Refused; 11]);
+        assert_eq!(presence(&plain)[4..], [Refused; 13]);
         let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
         assert_eq!(presence(&fp8)[..10], [Required; 10]);
-        assert_eq!(presence(&fp8)[10..], [Refused; 5]);
+        assert_eq!(presence(&fp8)[10..], [Refused; 7]);
         let row = |slot| *fp8.operands().find(slot).unwrap();
         assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
     }

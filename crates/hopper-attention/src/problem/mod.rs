@@ -2,16 +2,19 @@
 //!
 //! A problem is checked when it is built. It holds no memory. It lists its operands (the tensors that it reads and writes).
 
+mod alibi;
 mod backward;
 mod dims;
 mod forward;
 mod fp8;
+mod max_logits;
 mod packing;
 mod quantize;
 mod scale;
 mod sinks;
 mod softcap;
 
+pub use alibi::AlibiSlopes;
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
 pub use dims::Dims;
 pub use forward::{ForwardProblem, ForwardProblemBuilder};

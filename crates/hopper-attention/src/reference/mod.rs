@@ -13,7 +13,7 @@
 //! [`forward_of`], [`backward_of`], [`Expected::of`] and others. Each sequence is computed as a problem of its own. Rows of no
 //! sequence are judged only where the problem fills gaps.
 //!
-//! Problems with [`Modifiers`] (attention sinks) take these too: [`forward_with`], [`backward_with`], [`Expected::with`] and
+//! Problems with [`Modifiers`] (attention sinks, ALiBi slopes) take these too: [`forward_with`], [`backward_with`], [`Expected::with`] and
 //! others.
 //!
 //! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
@@ -37,6 +37,7 @@
 //! # Ok::<(), hopper_attention::Error>(())
 //! ```
 
+mod alibi;
 mod oracle;
 mod packed;
 mod plain;
@@ -50,8 +51,8 @@ pub mod tolerance;
 mod work;
 
 pub use oracle::{
-    BackwardOracle, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with, forward, forward_of,
-    forward_with,
+    BackwardOracle, MaxLogit, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with, forward,
+    forward_of, forward_with,
 };
 pub use plain::{
     BackwardPlain, Plain, backward_plain, backward_plain_of, backward_plain_with, forward_plain, forward_plain_of,
@@ -66,7 +67,8 @@ use product::Tokens;
 use work::Work;
 
 use crate::error::{Error, Result};
-use crate::problem::{BackwardProblem, ForwardProblem};
+use crate::operand::Slot;
+use crate::problem::{AlibiSlopes, BackwardProblem, ForwardProblem};
 
 /// What a problem reads beside Q, K and V that changes its softmax. The default is nothing.
 #[derive(Clone, Copy, Debug, Default)]
@@ -74,9 +76,19 @@ pub struct Modifiers<'a> {
     /// The attention sinks, `[heads_q]`, as the tested computation reads them: already rounded to their type. Given exactly where
     /// the problem has [`sinks`](crate::ForwardProblemBuilder::sinks).
     pub sinks: Option<&'a [f64]>,
+    /// The ALiBi slopes, `[heads_q]` or `[batch, heads_q]` as the problem has them. Given exactly where the problem has
+    /// [`alibi`](crate::ForwardProblemBuilder::alibi).
+    pub alibi_slopes: Option<&'a [f64]>,
 }
 
 impl Modifiers<'_> {
+    /// Those of one sequence, which is a problem of its own.
+    fn of_sequence(self, problem: &ForwardProblem, sequence: usize) -> Self {
+        let heads = problem.dims().heads_q;
+        let first = if problem.alibi() == Some(AlibiSlopes::PerBatch) { sequence * heads } else { 0 };
+        Self { alibi_slopes: self.alibi_slopes.map(|slopes| &slopes[first..first + heads]), ..self }
+    }
+
     /// The sink of a query head. -inf, which changes nothing, where there are none.
     fn sink(&self, head: usize) -> f64 {
         self.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[head])
@@ -84,19 +96,27 @@ impl Modifiers<'_> {
 
     /// Refuses what is not the problem's.
     fn check(&self, problem: &ForwardProblem) -> Result<()> {
-        let refuse =
-            |got: &str, allowed: &str| Err(Error::Value { what: "sinks", got: got.into(), allowed: allowed.into() });
-        match (problem.sinks().is_some(), self.sinks) {
-            (true, None) => refuse("missing", "the sinks, which the problem reads"),
-            (false, Some(_)) => refuse("given", "none, since the problem has no sinks"),
-            (true, Some(sinks)) if sinks.len() != problem.dims().heads_q => Err(Error::Shape {
-                tensor: "sinks",
-                got: vec![sinks.len()],
-                want: vec![problem.dims().heads_q],
-                axes: "[heads]",
-            }),
-            _ => Ok(()),
-        }
+        let given = [(Slot::Sinks, self.sinks), (Slot::AlibiSlopes, self.alibi_slopes)];
+        given.into_iter().try_for_each(|(slot, list)| check_list(problem, slot, list))
+    }
+}
+
+/// Refuses a list of an optional operand that is missing, that the problem does not read, or that is of another length.
+fn check_list(problem: &ForwardProblem, slot: Slot, list: Option<&[f64]>) -> Result<()> {
+    let operands = problem.operands();
+    let Some(operand) = operands.find(slot) else { return Ok(()) };
+    let name = slot.name();
+    let refuse = |got: &str, allowed| Err(Error::Value { what: name, got: got.into(), allowed });
+    match (problem.wants(slot), list) {
+        (true, None) => refuse("missing", format!("the {name}, which the problem reads")),
+        (false, Some(_)) => refuse("given", format!("none, since the problem has no {name}")),
+        (true, Some(list)) if list.len() != operand.shape().iter().product::<usize>() => Err(Error::Shape {
+            tensor: name,
+            got: vec![list.len()],
+            want: operand.shape().into(),
+            axes: operand.axes(),
+        }),
+        _ => Ok(()),
     }
 }
 

@@ -3,12 +3,13 @@
 
 mod backward;
 
+use super::alibi::Alibi;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
-use super::rounding::{ROUNDING, unit_roundoff};
+use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, score_roundoff_16_bits, unit_roundoff};
 use super::softcap::Softcap;
 use super::work::{ORACLE_UNITS, Work};
-use super::{Modifiers, Tensor, check_inputs, each_row, each_tile, gather};
+use super::{Modifiers, Tensor, check_inputs, each_row, each_tile, gather, place};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
@@ -38,6 +39,42 @@ pub struct Oracle {
     pub lost: Tensor,
     /// For each query the sizes of rounding errors, `[batch, heads_q, seqlen_q]`.
     pub scales: Vec<RowScale>,
+    /// The largest score of each query head. Empty where the problem does not have it.
+    pub max_logits: Vec<MaxLogit>,
+}
+
+/// The largest score of a query head. All are -inf where no key is kept, or no score is a number above -inf.
+#[derive(Clone, Copy, Debug)]
+pub struct MaxLogit {
+    /// The exact one.
+    pub value: f64,
+    /// What it would be if each score were smaller by the size of its error.
+    pub least: f64,
+    /// What it would be if each score were larger by the size of its error.
+    pub most: f64,
+}
+
+impl MaxLogit {
+    /// That of no score.
+    const NONE: Self = Self { value: f64::NEG_INFINITY, least: f64::NEG_INFINITY, most: f64::NEG_INFINITY };
+
+    /// That of a score. The size of its error counts where it is finite.
+    fn of(score: f64, error: f64) -> Self {
+        let error = if error.is_finite() { error } else { 0.0 };
+        Self { value: score, least: score - error, most: score + error }
+    }
+
+    /// The larger of both. A NaN does not count.
+    fn max(self, other: Self) -> Self {
+        let Self { value, least, most } = other;
+        Self { value: self.value.max(value), least: self.least.max(least), most: self.most.max(most) }
+    }
+
+    /// The size of its error. 0 where it is not finite.
+    pub fn error(&self) -> f64 {
+        let error = (self.value - self.least).max(self.most - self.value);
+        if error.is_finite() { error } else { 0.0 }
+    }
 }
 
 /// The sizes of rounding errors in the results of one query (a row). The tolerance makes its floor of them.
@@ -68,6 +105,9 @@ pub struct RowScale {
     pub share: f64,
     /// The softcap, if a key is kept, or 0: the size of the errors that tanh makes.
     pub cap: f64,
+    /// The magnitude of ALiBi's biases, averaged over keys by weight as [`score`](Self::score) is. A unit roundoff times this
+    /// number is the size of the errors that they add to a score.
+    pub alibi: f64,
     /// The sum of the weights of the keys, where the largest is 1. The sink has no part in it.
     pub key_weights: f64,
 }
@@ -87,6 +127,7 @@ struct Row {
     lost: Vec<f64>,
     lse: f64,
     scale: RowScale,
+    max_logit: MaxLogit,
 }
 
 /// Computes the forward pass in f64.
@@ -152,18 +193,26 @@ pub(super) fn forward_told(
         weighted: Tensor::zeros(shape),
         lost: Tensor::zeros(shape),
         scales: vec![RowScale::default(); queries],
+        max_logits: no_logits(problem),
     };
     for piece in pieces {
         let of = &piece.q;
         let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
-        let one = dense(&piece.problem, [&cut(q, of), &k, &v], modifiers, work)?;
+        let own = modifiers.of_sequence(problem, piece.sequence);
+        let one = dense(&piece.problem, [&cut(q, of), &k, &v], own, work)?;
         for (into, from) in [(&mut all.o, &one.o), (&mut all.weighted, &one.weighted), (&mut all.lost, &one.lost)] {
             paste(into, of, from);
         }
         paste_list(&mut all.lse, rows, of, &one.lse);
         paste_list(&mut all.scales, rows, of, &one.scales);
+        all.max_logits.iter_mut().zip(one.max_logits).for_each(|(max, other)| *max = max.max(other));
     }
     Ok(all)
+}
+
+/// What the heads begin with, where the problem has their largest scores.
+fn no_logits(problem: &ForwardProblem) -> Vec<MaxLogit> {
+    vec![MaxLogit::NONE; if problem.wants_max_logits() { problem.dims().heads_q } else { 0 }]
 }
 
 /// The oracle of a problem whose sequences all have the same lengths.
@@ -189,8 +238,15 @@ fn dense(
     let o = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.o));
     let weighted = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.weighted));
     let lost = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.lost));
+    let mut max_logits = no_logits(problem);
+    if !max_logits.is_empty() {
+        for (i, row) in rows.iter().enumerate() {
+            let max = &mut max_logits[place(problem.lse_shape(), i)[1]];
+            *max = max.max(row.max_logit);
+        }
+    }
     let (lse, scales) = rows.into_iter().map(|row| (row.lse, row.scale)).unzip();
-    Ok(Oracle { o, lse, weighted, lost, scales })
+    Ok(Oracle { o, lse, weighted, lost, scales, max_logits })
 }
 
 struct Exact<'a> {
@@ -223,10 +279,12 @@ impl Exact<'_> {
         let mut kept = vec![false; scores.len()];
         let mut p = vec![0.0; scores.len()];
         let mut soft = Vec::with_capacity(queries.count);
+        let alibi = Alibi::of(self.problem, self.modifiers, [batch, head]);
         for (row, query) in queries.iter().enumerate() {
             let columns: Vec<usize> = (0..count).filter(|column| keeps(query, keys.first + column)).collect();
             let at = row * count;
-            let row = Soft::new(self.problem, columns, &scores[at..at + count], self.modifiers.sink(head));
+            let bias = |column| alibi.bias(query, keys.first + column);
+            let row = Soft::new(self.problem, columns, &scores[at..at + count], bias, self.modifiers.sink(head));
             for (&column, weight) in row.columns.iter().zip(&row.weights) {
                 (kept[at + column], p[at + column]) = (true, weight / row.sum);
             }
@@ -245,7 +303,9 @@ impl Exact<'_> {
             let of_row = i * count..(i + 1) * count;
             let q_row = self.q.row(batch, query, head);
             let o = o[i * dim..(i + 1) * dim].to_vec();
-            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, &scores[of_row.clone()], &mut p[of_row]));
+            let bias = |column| alibi.size(query, keys.first + column);
+            let along = &scores[of_row.clone()];
+            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, bias, along, &mut p[of_row]));
         }
         // `p` holds the squares of what each weight's error is a share of.
         let mut squares = vec![0.0; queries.count * dim];
@@ -258,7 +318,7 @@ impl Exact<'_> {
     }
 
     /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the
-    /// other noise is made of.
+    /// other noise is made of. `bias` gives the magnitude of the bias in a column.
     #[expect(clippy::too_many_arguments, reason = "one row of one tile")]
     fn row(
         &self,
@@ -267,6 +327,7 @@ impl Exact<'_> {
         q_row: &[f64],
         o: Vec<f64>,
         soft: &Soft,
+        bias: impl Fn(usize) -> f64,
         along: &[f64],
         p: &mut [f64],
     ) -> Row {
@@ -275,19 +336,30 @@ impl Exact<'_> {
             let [weighted, lost] = [(); 2].map(|()| vec![0.0; o.len()]);
             // 0, or the NaN of a sink.
             let o = o.iter().map(|_| if soft.lse.is_nan() { f64::NAN } else { 0.0 }).collect();
-            return Row { o, weighted, lost, lse: soft.lse, scale: RowScale::default() };
+            return Row { o, weighted, lost, lse: soft.lse, scale: RowScale::default(), max_logit: MaxLogit::NONE };
         }
         let k_norms = &self.k_norms[(batch * dims.heads_kv + head_kv) * dims.seqlen_kv + keys.first..];
         let o_squares = finite_dot(&o, &o);
         let roundoff = unit_roundoff(self.problem.dtype());
         let mut centred = vec![0.0; o.len()];
         let mut lost = vec![0.0; o.len()];
+        let (mut biases, mut max_logit) = (0.0, MaxLogit::NONE);
+        let score_roundoff = match self.problem.dtype() {
+            DType::BF16 | DType::F16 => score_roundoff_16_bits(dims.head_dim_qk),
+            _ => U32,
+        };
         let (mut key_norm, mut along_squares, mut along_centred) = (0.0, 0.0, 0.0);
         let (softcap, size) = (Softcap::of(self.problem), f64::from(self.problem.softmax_scale()) * norm(q_row));
         for (i, (&column, weight)) in soft.columns.iter().zip(&soft.weights).enumerate() {
             let mut of_key = p[column];
             // A key of weight 0 may be infinite. So may one whose score is at the cap.
-            let part = of_key * softcap.steepest(soft.uncapped(i), size * k_norms[column]);
+            let left = softcap.steepest(soft.uncapped(i), size * k_norms[column]);
+            let part = of_key * left;
+            biases += of_key * bias(column);
+            if self.problem.wants_max_logits() {
+                let error = score_roundoff * size * k_norms[column] * left + U32 * (softcap.cap + bias(column));
+                max_logit = max_logit.max(MaxLogit::of(soft.scores[i], SCORE_ROUNDOFFS * error));
+            }
             if part != 0.0 {
                 key_norm += part * k_norms[column];
             }
@@ -314,9 +386,10 @@ impl Exact<'_> {
             sink: soft.sink_size,
             share: soft.weights.iter().sum::<f64>() / soft.sum,
             cap: softcap.cap,
+            alibi: biases,
             key_weights: soft.of_keys,
         };
-        Row { o, weighted: centred, lost, lse: soft.lse, scale }
+        Row { o, weighted: centred, lost, lse: soft.lse, scale, max_logit }
     }
 }
 
@@ -325,7 +398,7 @@ struct Soft {
     /// The kept keys, as columns of the tile.
     columns: Vec<usize>,
     scores: Vec<f64>,
-    /// The scores before the cap. Empty where there is none.
+    /// The scores before the cap and the bias. Empty where there is neither.
     before_cap: Vec<f64>,
     weights: Vec<f64>,
     max: f64,
@@ -340,13 +413,21 @@ struct Soft {
 }
 
 impl Soft {
-    fn new(problem: &ForwardProblem, columns: Vec<usize>, products: &[f64], sink: f64) -> Self {
+    /// `bias` gives what the score of a column loses to ALiBi.
+    fn new(
+        problem: &ForwardProblem,
+        columns: Vec<usize>,
+        products: &[f64],
+        bias: impl Fn(usize) -> f64,
+        sink: f64,
+    ) -> Self {
         let softmax_scale = f64::from(problem.softmax_scale());
         let mut scores: Vec<f64> = columns.iter().map(|&column| softmax_scale * products[column]).collect();
         let (softcap, mut before_cap) = (Softcap::of(problem), Vec::new());
-        if softcap.cap != 0.0 {
+        if softcap.cap != 0.0 || problem.alibi().is_some() {
             before_cap.clone_from(&scores);
-            scores.iter_mut().for_each(|score| *score = softcap.score(*score));
+            let modified = |score: f64, column: usize| softcap.score(score) - bias(column);
+            scores.iter_mut().zip(&columns).for_each(|(score, &column)| *score = modified(*score, column));
         }
         // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -367,7 +448,7 @@ impl Soft {
         Self { columns, scores, before_cap, weights, max, sum, lse, sink_size, of_keys }
     }
 
-    /// The score of the kept key number `i` without the cap.
+    /// The score of the kept key number `i` without the cap and the bias.
     fn uncapped(&self, i: usize) -> f64 {
         *self.before_cap.get(i).unwrap_or(&self.scores[i])
     }

@@ -8,6 +8,8 @@ use crate::sequences::{Lengths, SequenceRows};
 
 /// A sequence, and the problem that it is by itself.
 pub(super) struct Piece {
+    /// Its number.
+    pub sequence: usize,
     pub q: SequenceRows,
     pub kv: SequenceRows,
     pub problem: ForwardProblem,
@@ -22,7 +24,8 @@ pub(super) fn pieces(problem: &ForwardProblem, lengths: &Lengths<'_>) -> Result<
     if !problem.has_lengths() {
         return Ok(None);
     }
-    let piece = |[q, kv]: [SequenceRows; 2]| Piece { problem: problem.of_sequence(q.len, kv.len), q, kv };
+    let piece =
+        |[q, kv]: [SequenceRows; 2]| Piece { problem: problem.of_sequence(q.len, kv.len), sequence: q.sequence, q, kv };
     let pieces = lengths.sequences(problem).map(piece);
     Ok(Some(pieces.filter(|piece| piece.q.len > 0 || piece.kv.len > 0).collect()))
 }

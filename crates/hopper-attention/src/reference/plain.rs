@@ -4,9 +4,10 @@
 
 mod backward;
 
+use super::alibi::Alibi;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::work::{PLAIN_UNITS, Work};
-use super::{Modifiers, Tensor, check_inputs, each_row, gather};
+use super::{Modifiers, Tensor, check_inputs, each_row, gather, place};
 use crate::dtype::{DType, Element, bf16, f16};
 use crate::error::Result;
 use crate::problem::ForwardProblem;
@@ -22,11 +23,14 @@ pub struct Plain {
     pub o: Tensor,
     /// The log-sum-exp in f32, natural log, `[batch, heads_q, seqlen_q]`.
     pub lse: Vec<f64>,
+    /// The largest score of each query head. Empty where the problem does not have it.
+    pub max_logits: Vec<f64>,
 }
 
 /// Computes the forward pass in the problem's precision, one query at a time:
 ///
 /// 1. scores: products of the inputs, accumulated in f32, times the softmax scale; with a cap `c` then `c * tanh(score / c)`;
+///    with ALiBi then minus `slope * distance`;
 /// 2. `p = exp(score - row_max)` and its sum, in f32;
 /// 3. `p` rounded to the input type; products with V, accumulated in f32;
 /// 4. divided by the sum, and rounded to the output type. (The sum has the weight of the sink, where there are sinks.)
@@ -83,14 +87,22 @@ pub(super) fn forward_plain_told(
     modifiers.check(problem)?;
     let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], modifiers, scale_o, work) };
     let rows = problem.lse_shape();
-    let mut all = Plain { o: Tensor::zeros(problem.o_shape()), lse: vec![f64::NEG_INFINITY; rows.iter().product()] };
+    let lse = vec![f64::NEG_INFINITY; rows.iter().product()];
+    let mut all = Plain { o: Tensor::zeros(problem.o_shape()), lse, max_logits: no_logits(problem) };
     for piece in pieces {
         let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
-        let one = dense(&piece.problem, [&cut(q, &piece.q), &k, &v], modifiers, scale_o, work)?;
+        let own = modifiers.of_sequence(problem, piece.sequence);
+        let one = dense(&piece.problem, [&cut(q, &piece.q), &k, &v], own, scale_o, work)?;
         paste(&mut all.o, &piece.q, &one.o);
         paste_list(&mut all.lse, rows, &piece.q, &one.lse);
+        all.max_logits.iter_mut().zip(one.max_logits).for_each(|(max, other)| *max = max.max(other));
     }
     Ok(all)
+}
+
+/// What the heads begin with, where the problem has their largest scores.
+fn no_logits(problem: &ForwardProblem) -> Vec<f64> {
+    vec![f64::NEG_INFINITY; if problem.wants_max_logits() { problem.dims().heads_q } else { 0 }]
 }
 
 /// The plain computation of a problem whose sequences all have the same lengths.
@@ -104,10 +116,17 @@ fn dense(
     let rounding = Rounding::of(problem, scale_o);
     let [q, k, v] = [q, k, v].map(Narrow::new);
     let rows = each_row(problem.lse_shape(), work, PLAIN_UNITS, |[batch, head, query]| {
-        row(problem, &rounding, &q, &k, &v, modifiers.sink(head) as f32, [batch, head, query])
+        row(problem, &rounding, [&q, &k, &v], modifiers, [batch, head, query])
     });
-    let o = gather(problem.o_shape(), &rows, |(row, _), out| widen(row, out));
-    Ok(Plain { o, lse: rows.into_iter().map(|(_, lse)| f64::from(lse)).collect() })
+    let o = gather(problem.o_shape(), &rows, |(row, ..), out| widen(row, out));
+    let mut max_logits = no_logits(problem);
+    if !max_logits.is_empty() {
+        for (i, (.., largest)) in rows.iter().enumerate() {
+            let max = &mut max_logits[place(problem.lse_shape(), i)[1]];
+            *max = max.max(f64::from(*largest));
+        }
+    }
+    Ok(Plain { o, lse: rows.into_iter().map(|(_, lse, _)| f64::from(lse)).collect(), max_logits })
 }
 
 fn widen(row: &[f32], out: &mut [f64]) {
@@ -172,15 +191,15 @@ fn rounded((scale, round): (f32, fn(f32) -> f32), x: f32) -> f32 {
     round(x * scale) / scale
 }
 
+/// The output of a query, its LSE and its largest score.
 fn row(
     problem: &ForwardProblem,
     rounding: &Rounding,
-    q: &Narrow,
-    k: &Narrow,
-    v: &Narrow,
-    sink: f32,
+    [q, k, v]: [&Narrow; 3],
+    modifiers: Modifiers<'_>,
     [batch, head, query]: [usize; 3],
-) -> (Vec<f32>, f32) {
+) -> (Vec<f32>, f32, f32) {
+    let (sink, alibi) = (modifiers.sink(head) as f32, Alibi::of(problem, modifiers, [batch, head]));
     let dims = problem.dims();
     let mask = problem.mask();
     let head_kv = head / (dims.heads_q / dims.heads_kv);
@@ -188,14 +207,15 @@ fn row(
 
     let keys: Vec<usize> =
         (0..dims.seqlen_kv).filter(|&key| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv)).collect();
-    let score = |&key: &usize| capped(problem, problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv))).0;
+    let product = |key| problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv));
+    let score = |&key: &usize| capped(problem, product(key)).0 - alibi.bias(query, key) as f32;
     let scores: Vec<f32> = keys.iter().map(score).collect();
 
     let mut o = vec![0.0_f32; dims.head_dim_vo];
     let row_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if row_max == f32::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
         o.fill(if sink.is_nan() { sink } else { 0.0 });
-        return (o, sink);
+        return (o, sink, row_max);
     }
     let shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max };
     let mut row_sum = 0.0;
@@ -215,7 +235,7 @@ fn row(
     for o in &mut o {
         *o = rounded(rounding.output, *o * own / total);
     }
-    (o, both + total.ln())
+    (o, both + total.ln(), row_max)
 }
 
 /// A score after the cap, if there is one, and the derivative of the cap.

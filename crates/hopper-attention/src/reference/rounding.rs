@@ -20,6 +20,13 @@ pub(super) fn unit_roundoff(dtype: DType) -> f64 {
     }
 }
 
+/// The unit roundoff `s` of a whole score of 16-bit products in f32. They are summed in steps of 16, each of which cuts off the sum
+/// so far at about 2^-23. The mean loss is half of that. If all products have one sign, all steps together lose `head_dim / 32`
+/// times 2^-24. At head dim 128 that is the 4 that the tolerance has.
+pub(super) fn score_roundoff_16_bits(head_dim: usize) -> f64 {
+    U32 * (head_dim as f64 / 128.0).max(1.0)
+}
+
 /// The smallest normal f32. A GPU may flush smaller numbers to 0.
 pub(super) const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
 

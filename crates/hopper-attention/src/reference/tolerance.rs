@@ -115,6 +115,23 @@
 //!   too. The slope has an error of `n(1 - t^2) = 2 |t| 4 * 2^-24 (1 + (1 - t^2) |scale| |q| |k| / c) + 2^-24`, which adds
 //!   `p |dP - delta| n(1 - t^2)` to `n(dS)`.
 //!
+//! # Scores with ALiBi
+//!
+//! With [`alibi`](crate::ForwardProblemBuilder::alibi) a score loses the bias `b = slope * distance`. The product and the difference
+//! are rounded. So `4 * 2^-24 * sum p |b|` is added to the error of the scores: in the floor of the output (there divided by
+//! `sum p`, as `sum p |k|` is) and in the `max` of the LSE; and `4 * 2^-24 * |b_ij|` in `s` of the gradients.
+//!
+//! # Maximum logits
+//!
+//! ```text
+//! |got - exact| <= 2 * max(|plain - exact|, error) + 4 ulp of max(1, |exact|)
+//! error          how far the exact maximum moves if each score is off by
+//!                4 * s * m * |scale| |q| |k| + 4 * 2^-24 * (c + |b|), all up or all down
+//! ```
+//!
+//! They are f32, with the `m` of the LSE. So keys that are far below the maximum do not widen the bound, however large their
+//! terms are.
+//!
 //! # The gradients
 //!
 //! The tolerance of dQ, dK and dV is that of the output, with [`backward_plain`](super::backward_plain) as plain and another
@@ -194,7 +211,8 @@ use super::oracle::forward_told;
 use super::packed::belonging;
 use super::plain::forward_plain_told;
 use super::rounding::{
-    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff, weight_limit,
+    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, score_roundoff_16_bits,
+    unit_roundoff, weight_limit,
 };
 use super::work::{Told, Work, forward_units};
 use super::{Modifiers, Oracle, Plain, Tensor, place, shape_error};
@@ -246,12 +264,6 @@ const U_SUM_E4M3: f64 = 1.0 / (1 << 12) as f64;
 /// cancels, since all keys lose alike.
 fn u_lse_e4m3(head_dim: usize) -> f64 {
     U_SUM_E4M3 * ((head_dim as f64 / 32.0).ceil() + 1.0) / 2.0
-}
-/// The same of scores of 16-bit products in f32. They are summed in steps of 16, each of which cuts off the sum so far at about
-/// 2^-23. The mean loss is half of that. If all products have one sign, all steps together lose `head_dim / 32` times 2^-24. At
-/// head dim 128 that is the 4 that the tolerance has.
-fn u_lse_16_bits(head_dim: usize) -> f64 {
-    U32 * (head_dim as f64 / 128.0).max(1.0)
 }
 /// What is added to the `max` in the LSE's tolerance, where scores are in f16. Twice this, 3.2e-3, is then allowed in addition.
 ///
@@ -365,7 +377,7 @@ impl Expected {
             sum_roundoff: if problem.dtype() == DType::E4M3 { U_SUM_E4M3 } else { U32 },
             lse_roundoff: match problem.dtype() {
                 DType::E4M3 => u_lse_e4m3(problem.dims().head_dim_qk),
-                DType::BF16 | DType::F16 => u_lse_16_bits(problem.dims().head_dim_qk),
+                DType::BF16 | DType::F16 => score_roundoff_16_bits(problem.dims().head_dim_qk),
                 DType::F32 | DType::I32 => U32,
             },
             lse_least: if problem.allows_half_scores() { LSE_LEAST_HALF_SCORES } else { 0.0 },
@@ -410,7 +422,15 @@ impl Expected {
             let want = vec![want[0], want[2], want[1]];
             return Err(Error::Shape { tensor: "lse", got: vec![lse.len()], want, axes: "[batch, heads_q, seqlen_q]" });
         }
-        Ok(Report { o: self.check_o(o), lse: lse.map(|lse| self.check_lse(lse)) })
+        Ok(Report { o: self.check_o(o), lse: lse.map(|lse| self.check_lse(lse)), max_logits: None })
+    }
+
+    /// As [`check`](Self::check), for a problem with the maximum logits: `[heads_q]`.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn check_with(&self, o: &Tensor, lse: Option<&[f64]>, max_logits: &[f64]) -> Result<Report> {
+        Ok(Report { max_logits: Some(self.check_max_logits(max_logits)?), ..self.check(o, lse)? })
     }
 
     fn check_o(&self, got: &Tensor) -> Figures {
@@ -425,7 +445,8 @@ impl Expected {
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
             // What the sink leaves of a row has the relative error of the keys' scores, however little it is.
             let score = if scale.share > 0.0 { scale.score / scale.share } else { scale.score };
-            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap));
+            let alibi = if scale.share > 0.0 { scale.alibi / scale.share } else { scale.alibi };
+            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap + alibi));
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let flushed: Vec<f64> = match &self.flush {
@@ -456,6 +477,33 @@ impl Expected {
         tally.figures()
     }
 
+    fn check_max_logits(&self, got: &[f64]) -> Result<Figures> {
+        let (exact, plain) = (&self.oracle.max_logits, &self.plain.max_logits);
+        if got.len() != exact.len() {
+            let (got, want) = (vec![got.len()], vec![exact.len()]);
+            return Err(Error::Shape { tensor: "max_logits", got, want, axes: "[heads]" });
+        }
+        let mut tally = Tally::new([1, 1, exact.len(), 1], None);
+        for (head, logit) in exact.iter().enumerate() {
+            let floor = logit.error();
+            // -inf and inf must match exactly, and must not widen the bound on the tensor.
+            let ulp = if logit.value.is_finite() { 2.0 * U32 * logit.value.abs().max(1.0) } else { 0.0 };
+            tally.row(&Row {
+                at: [0, 0, head],
+                got: &got[head..=head],
+                exact: &[logit.value],
+                plain: &plain[head..=head],
+                deviation: vec![LSE_DEVIATION * (floor + ulp)],
+                along: 0.0,
+                alike: vec![0.0],
+                systematic: vec![0.0],
+                floor,
+                ulps: LSE_ULPS * ulp,
+            });
+        }
+        Ok(tally.figures())
+    }
+
     fn check_lse(&self, got: &[f64]) -> Figures {
         let [batch, heads, queries] = self.shape;
         let mut tally = Tally::new([batch, queries, heads, 1], None);
@@ -468,7 +516,7 @@ impl Expected {
             // A query without keys has LSE -inf, or its sink. It must match exactly, and must not widen the bound on the
             // tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
-            let of_scores = self.lse_roundoff * scale.score + U32 * (scale.sink + scale.cap);
+            let of_scores = self.lse_roundoff * scale.score + U32 * (scale.sink + scale.cap + scale.alibi);
             let floor = SCORE_ROUNDOFFS * of_scores + self.lse_least;
             let ulp = if scale.keys == 0 { 0.0 } else { 2.0 * U32 * magnitude.max(1.0) };
             tally.row(&Row {
@@ -544,6 +592,8 @@ pub struct Report {
     pub o: Figures,
     /// The figures of the LSE. `None` if no LSE was checked.
     pub lse: Option<Figures>,
+    /// The figures of the maximum logits. `None` if they were not checked.
+    pub max_logits: Option<Figures>,
 }
 
 impl Report {
@@ -554,22 +604,25 @@ impl Report {
 
     /// The largest error as a fraction of its tolerance, over the output and the LSE. At most 1 within the tolerance.
     pub fn worst_ratio(&self) -> f64 {
-        self.lse.as_ref().map_or(0.0, |lse| lse.worst_ratio).max(self.o.worst_ratio)
+        let others = [&self.lse, &self.max_logits].into_iter().flatten().map(|figures| figures.worst_ratio);
+        others.fold(self.o.worst_ratio, f64::max)
     }
 
     /// The same for each kind of bound.
     pub fn ratios(&self) -> Ratios {
-        self.lse.as_ref().map_or(self.o.ratios, |lse| self.o.ratios.max(lse.ratios))
+        let others = [&self.lse, &self.max_logits].into_iter().flatten().map(|figures| figures.ratios);
+        others.fold(self.o.ratios, Ratios::max)
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "o: {}", self.o)?;
-        match &self.lse {
-            Some(lse) => write!(f, "; lse: {lse}"),
-            None => Ok(()),
-        }
+        let others = [("lse", &self.lse), ("max_logits", &self.max_logits)];
+        others
+            .into_iter()
+            .filter_map(|(name, figures)| Some((name, figures.as_ref()?)))
+            .try_for_each(|(name, figures)| write!(f, "; {name}: {figures}"))
     }
 }
 

@@ -148,6 +148,14 @@ impl<'a> ForwardArgs<'a> {
         Self(self.0.read(Slot::Sinks, sinks))
     }
 
+    /// The ALiBi slopes, `[heads_q]` or `[batch, heads_q]`.
+    ///
+    /// They must be given exactly when the problem was made with [`alibi`](crate::ForwardProblemBuilder::alibi), in the shape
+    /// that it says.
+    pub fn alibi_slopes<const R: usize>(self, slopes: TensorRef<'a, f32, R>) -> Self {
+        Self(self.0.read(Slot::AlibiSlopes, slopes))
+    }
+
     fn of<T: Element, O: OutputOf<T>, const Q: usize, const KV: usize>(
         q: TensorRef<'a, T, Q>,
         k: TensorRef<'a, T, KV>,
@@ -273,6 +281,13 @@ impl<'a> BackwardArgs<'a> {
     /// They must be given exactly when the problem was made with [`d_sinks(true)`](crate::BackwardProblemBuilder::d_sinks).
     pub fn sinks<T: Element>(self, sinks: TensorRef<'a, T, 1>) -> Self {
         Self(self.0.read(Slot::Sinks, sinks))
+    }
+
+    /// The ALiBi slopes of the forward pass, `[heads_q]` or `[batch, heads_q]`.
+    ///
+    /// They must be given exactly when the forward problem was made with [`alibi`](crate::ForwardProblemBuilder::alibi).
+    pub fn alibi_slopes<const R: usize>(self, slopes: TensorRef<'a, f32, R>) -> Self {
+        Self(self.0.read(Slot::AlibiSlopes, slopes))
     }
 
     /// The gradient of the log-sum-exp of packed queries, `[heads_q, total_q]`.

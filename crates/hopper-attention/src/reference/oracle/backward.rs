@@ -3,6 +3,7 @@
 
 use std::f64::consts::SQRT_2;
 
+use super::super::alibi::Alibi;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
 use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
@@ -183,7 +184,8 @@ pub(in super::super) fn backward_told(
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
         let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
-        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), modifiers, work)?;
+        let own = modifiers.of_sequence(problem.forward(), piece.sequence);
+        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), own, work)?;
         for (into, rows, from) in
             [(&mut all.d_q, of_q, &one.d_q), (&mut all.d_k, of_kv, &one.d_k), (&mut all.d_v, of_kv, &one.d_v)]
         {
@@ -285,6 +287,15 @@ struct Row {
     lse_noise: f64,
 }
 
+/// What the error of the score of a key is made of, or the mean of several keys.
+#[derive(Clone, Copy, Default)]
+struct ErrorSize {
+    /// The norm of the key, times what the cap leaves of the error of its score.
+    norm: f64,
+    /// The magnitude of ALiBi's bias.
+    bias: f64,
+}
+
 /// One query and one key that the query keeps. The noise is `n(dS)` in the tolerance.
 struct Pair {
     d_s: f64,
@@ -317,7 +328,8 @@ impl Exact<'_> {
         let transposed = |tensor| Matrix::of(tensor, batch, head_kv, keys).transposed();
         product(Matrix::of(self.q, batch, head, queries), transposed(self.k), 0.0, &mut scores);
         product(Matrix::of(self.d_o, batch, head, queries), transposed(self.v), 0.0, &mut d_p);
-        let mut rows: Vec<(Row, Sum, f64)> = Vec::with_capacity(queries.count);
+        let alibi = self.alibi([batch, head]);
+        let mut rows: Vec<(Row, Sum, ErrorSize)> = Vec::with_capacity(queries.count);
         for (i, query) in queries.iter().enumerate() {
             let of_row = i * keys.count..(i + 1) * keys.count;
             let p = &mut p[of_row.clone()];
@@ -330,9 +342,9 @@ impl Exact<'_> {
         let squares: Vec<f64> = p.iter().map(|p| p * p).collect();
         of_v.squares.add_weighted(place, keys, &squares, &kept, &mut o.squares);
         for (i, query) in queries.iter().enumerate() {
-            let (row, _, key_norm) = &mut rows[i];
+            let (row, _, error_size) = &mut rows[i];
             if row.lse != f64::NEG_INFINITY {
-                self.finish([batch, head], query, row, *key_norm, o.row(i));
+                self.finish([batch, head], query, row, *error_size, o.row(i));
             }
         }
 
@@ -347,8 +359,9 @@ impl Exact<'_> {
             for column in 0..keys.count {
                 let at = i * keys.count + column;
                 if kept[at] {
-                    let pair =
-                        self.pair(row, self.token(batch, head_kv, keys.first + column), scores[at], p[at], d_p[at]);
+                    let (query, key) = (queries.first + i, keys.first + column);
+                    let token = self.token(batch, head_kv, key);
+                    let pair = self.pair(row, token, scores[at], p[at], d_p[at], alibi.size(query, key));
                     scores[at] = self.scale() * pair.d_s;
                     p[at] = (self.scale() * pair.d_s_noise).powi(2);
                 } else {
@@ -366,11 +379,11 @@ impl Exact<'_> {
         let dim = dims.head_dim_qk.max(1);
         let of_rows = rows.into_iter().enumerate().zip(mean_key.chunks(dim).zip(noise.chunks(dim)));
         of_rows
-            .map(|((i, (row, mut sum, key_norm)), (mean_key, noise))| {
+            .map(|((i, (row, mut sum, error_size)), (mean_key, noise))| {
                 let (values, squares) = sums.row(i);
                 (sum.values, sum.squares, sum.noise_squares) = (values.to_vec(), squares.to_vec(), noise.to_vec());
                 if row.lse != f64::NEG_INFINITY {
-                    sum.alike = row.alike.max(self.score_noise(&row, key_norm));
+                    sum.alike = row.alike.max(self.score_noise(&row, error_size));
                     // All keys of the row share the one error of delta, so it does not average out over the keys.
                     sum.add_noise(self.scale() * row.delta_noise, mean_key);
                     sum.add_of_delta(self.scale() * row.delta_alike, mean_key);
@@ -381,7 +394,7 @@ impl Exact<'_> {
     }
 
     /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept. The scores are the products of
-    /// Q and K. The last result is the mean norm of the keys, each times what the cap leaves of its score's error.
+    /// Q and K. The last result is the mean size of the errors of the keys' scores.
     fn query(
         &self,
         [batch, head]: [usize; 2],
@@ -390,7 +403,7 @@ impl Exact<'_> {
         scores: &[f64],
         p: &mut [f64],
         kept: &mut [bool],
-    ) -> (Row, Sum, f64) {
+    ) -> (Row, Sum, ErrorSize) {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let mut row = Row {
@@ -405,21 +418,25 @@ impl Exact<'_> {
         };
         let mut sum = Sum::new(dims.head_dim_qk);
         let columns: Vec<usize> = (0..keys.count).filter(|column| self.keep(query, keys.first + column)).collect();
-        let soft = Soft::new(self.problem.forward(), columns, scores, self.modifiers.sink(head));
+        let alibi = self.alibi([batch, head]);
+        let bias = |column| alibi.bias(query, keys.first + column);
+        let soft = Soft::new(self.problem.forward(), columns, scores, bias, self.modifiers.sink(head));
         row.lse = soft.lse;
         if soft.weights.is_empty() {
-            return (row, sum, 0.0);
+            return (row, sum, ErrorSize::default());
         }
         let roundoff = unit_roundoff(self.problem.dtype());
         row.alike = roundoff * alike(roundoff, &soft.scores, &soft.weights);
-        let mut key_norm = 0.0;
+        let mut mean = ErrorSize::default();
         for (&column, score) in soft.columns.iter().zip(&soft.scores) {
             (kept[column], p[column]) = (true, (score - row.lse).exp());
             let token = self.token(batch, head_kv, keys.first + column);
-            key_norm += p[column] * self.error_norm(&row, token, scores[column]);
+            let size = self.error_size(&row, token, scores[column], alibi.size(query, keys.first + column));
+            mean.norm += p[column] * size.norm;
+            mean.bias += p[column] * size.bias;
         }
         sum.terms = soft.columns.len();
-        (row, sum, key_norm)
+        (row, sum, mean)
     }
 
     /// What a row has of O: delta and its noise. `o` is its elements, and the sums of their squared terms.
@@ -428,7 +445,7 @@ impl Exact<'_> {
         [batch, head]: [usize; 2],
         query: usize,
         row: &mut Row,
-        key_norm: f64,
+        error_size: ErrorSize,
         (o, squares): (&[f64], &[f64]),
     ) {
         let dims = self.problem.dims();
@@ -438,7 +455,7 @@ impl Exact<'_> {
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
         row.delta_alike = row.alike * row.delta.abs();
         row.delta -= d_lse;
-        row.lse_noise = self.score_noise(row, key_norm);
+        row.lse_noise = self.score_noise(row, error_size);
         // The O in delta is rounded, and was computed from rounded P.
         let rounded: f64 =
             d_o_row.iter().zip(o.iter().zip(squares)).map(|(d_o, (o, square))| d_o * d_o * (o * o + square)).sum();
@@ -500,6 +517,7 @@ impl Exact<'_> {
             let of_keys = |tensor| Matrix::of(tensor, batch, head_kv, keys);
             product(of_keys(self.k), Matrix::of(self.q, batch, head, queries).transposed(), 0.0, &mut scores);
             product(of_keys(self.v), Matrix::of(self.d_o, batch, head, queries).transposed(), 0.0, &mut d_p);
+            let alibi = self.alibi([batch, head]);
             let rows = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + queries.first..][..queries.count];
             for (i, key) in keys.iter().enumerate() {
                 let token = self.token(batch, head_kv, key);
@@ -512,10 +530,12 @@ impl Exact<'_> {
                         continue;
                     }
                     let score = self.scale() * scores[at];
-                    let p = (self.softcap().score(score) - row.lse).exp();
-                    let error_norm = self.error_norm(row, token, scores[at]);
-                    let pair = self.pair(row, token, scores[at], p, d_p[at]);
-                    p_noise[at] = self.p_noise(row, error_norm, p);
+                    let query = queries.first + column;
+                    let (bias, bias_size) = (alibi.bias(query, key), alibi.size(query, key));
+                    let p = (self.softcap().score(score) - bias - row.lse).exp();
+                    let error_size = self.error_size(row, token, scores[at], bias_size);
+                    let pair = self.pair(row, token, scores[at], p, d_p[at], bias_size);
+                    p_noise[at] = self.p_noise(row, error_size, p);
                     // P, dS, the squared noise of dS and the error of delta.
                     (scores[at], d_p[at]) = (p, self.scale() * pair.d_s);
                     let flat = p * self.softcap().slope(score);
@@ -527,7 +547,7 @@ impl Exact<'_> {
                     of_delta[at] = self.scale() * flat * row.delta_alike;
                     *terms += 1;
                     *weight += p;
-                    *alike += p * row.alike.max(self.score_noise(row, error_norm));
+                    *alike += p * row.alike.max(self.score_noise(row, error_size));
                 }
             }
             of_q.values.add_weighted(place, queries, &d_p, &kept, &mut d_k.values);
@@ -560,12 +580,13 @@ impl Exact<'_> {
         weights.iter().enumerate().map(of_key).collect()
     }
 
-    /// The pair of a query and a key. `token` is the key's index in the norms, `product` that of Q and K.
-    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, d_p: f64) -> Pair {
+    /// The pair of a query and a key. `token` is the key's index in the norms, `product` that of Q and K, and `bias` the magnitude
+    /// of the bias.
+    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, d_p: f64, bias: f64) -> Pair {
         let (softcap, score) = (self.softcap(), self.scale() * product);
         let slope = softcap.slope(score);
         let d_s = p * (d_p - row.delta) * slope;
-        let of_score = self.score_noise(row, self.error_norm(row, token, product));
+        let of_score = self.score_noise(row, self.error_size(row, token, product, bias));
         let roundoff = unit_roundoff(self.problem.dtype());
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         let slope_noise = softcap.slope_noise(score, self.scale() * row.q_norm * self.k_norms[token]);
@@ -581,8 +602,8 @@ impl Exact<'_> {
     }
 
     /// The noise of a probability: `n(p)` in the tolerance.
-    fn p_noise(&self, row: &Row, error_norm: f64, p: f64) -> f64 {
-        (unit_roundoff(self.problem.dtype()) + self.score_noise(row, error_norm)) * p + self.least()
+    fn p_noise(&self, row: &Row, error_size: ErrorSize, p: f64) -> f64 {
+        (unit_roundoff(self.problem.dtype()) + self.score_noise(row, error_size)) * p + self.least()
     }
 
     /// The error of numbers near 0: `t` in the tolerance.
@@ -599,16 +620,21 @@ impl Exact<'_> {
     }
 
     /// The error of a score and of the LSE, which is the relative error of the probability: `s` in the tolerance of the
-    /// gradients. `error_norm` is that of the key.
-    fn score_noise(&self, row: &Row, error_norm: f64) -> f64 {
+    /// gradients. `size` is that of the key.
+    fn score_noise(&self, row: &Row, size: ErrorSize) -> f64 {
         let lse = if row.lse.is_finite() { row.lse.abs() } else { 0.0 };
-        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * error_norm + lse.max(1.0) + self.softcap().cap)
+        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * size.norm + size.bias + lse.max(1.0) + self.softcap().cap)
     }
 
-    /// The norm of a key, times what the cap leaves of the error of its score.
-    fn error_norm(&self, row: &Row, token: usize, product: f64) -> f64 {
+    /// What the error of a key's score is made of. `bias` is the magnitude of its bias.
+    fn error_size(&self, row: &Row, token: usize, product: f64, bias: f64) -> ErrorSize {
         let norm = self.k_norms[token];
-        norm * self.softcap().steepest(self.scale() * product, self.scale() * row.q_norm * norm)
+        let left = self.softcap().steepest(self.scale() * product, self.scale() * row.q_norm * norm);
+        ErrorSize { norm: norm * left, bias }
+    }
+
+    fn alibi(&self, place: [usize; 2]) -> Alibi {
+        Alibi::of(self.problem.forward(), self.modifiers, place)
     }
 
     fn softcap(&self) -> Softcap {

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::super::alibi::Alibi;
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
@@ -28,7 +29,7 @@ pub struct BackwardPlain {
 ///
 /// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
 /// 2. scores and dP: products of the inputs, accumulated in f32;
-/// 3. `P = exp(score - LSE)` and `dS = P * (dP - delta)` in f32, then rounded to the input type; with a cap scores are capped, and
+/// 3. `P = exp(score - LSE)`, with ALiBi `exp(score - slope * distance - LSE)`, and `dS = P * (dP - delta)` in f32, then rounded to the input type; with a cap scores are capped, and
 ///    dS is multiplied by `1 - tanh^2` before it is rounded;
 /// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type;
 /// 5. dSink of a head: the sum over rows of `-exp(sink - LSE) * delta`, in f32.
@@ -96,7 +97,8 @@ pub(in super::super) fn backward_plain_told(
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
         let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
-        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), modifiers, work)?;
+        let own = modifiers.of_sequence(problem.forward(), piece.sequence);
+        let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), own, work)?;
         paste(&mut all.d_q, of_q, &one.d_q);
         paste(&mut all.d_k, of_kv, &one.d_k);
         paste(&mut all.d_v, of_kv, &one.d_v);
@@ -138,7 +140,7 @@ fn dense(
         let weight = |lse: f32| if sink == lse { 1.0 } else { (sink - lse).exp() };
         *sum = f64::from(counted.map(|row| -weight(row.lse) * row.delta).sum::<f32>());
     }
-    let plain = Backward { problem, round, rows, q, k, v, d_o };
+    let plain = Backward { problem, modifiers, round, rows, q, k, v, d_o };
 
     let group = problem.forward().group_size();
     let (mut d_q, mut d_k, mut d_v) = (Vec::new(), Vec::new(), Vec::new());
@@ -172,6 +174,7 @@ const KEYS_PER_TASK: usize = 32;
 
 struct Backward<'a> {
     problem: &'a BackwardProblem,
+    modifiers: Modifiers<'a>,
     round: fn(f32) -> f32,
     /// `[batch, heads_q, seqlen_q]`.
     rows: Vec<Row>,
@@ -245,7 +248,8 @@ impl Backward<'_> {
         let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
         let (score, slope) = capped(self.problem.forward(), score);
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
-        let p = (score - row.lse).exp();
+        let alibi = Alibi::of(self.problem.forward(), self.modifiers, [batch, head]);
+        let p = (score - alibi.bias(query, key) as f32 - row.lse).exp();
         Some(((self.round)(p), (self.round)(p * (d_p - row.delta) * slope)))
     }
 

@@ -289,7 +289,7 @@ fn a_sink_may_flush_what_it_leaves_next_to_nothing() {
         let [q, k, v] = inputs(&problem, 5);
         let judge = |sink: f64| {
             let sinks = vec![sink; dims.heads_q];
-            let modifiers = Modifiers { sinks: Some(&sinks) };
+            let modifiers = Modifiers { sinks: Some(&sinks), ..Modifiers::default() };
             Expected::with(&problem, &Lengths::default(), [&q, &k, &v], modifiers, 1.0, None).unwrap()
         };
         // What the kernels do: a factor below 2^-126 is 0, and with it all of the row. The factor is relative to a reference that

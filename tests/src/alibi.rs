@@ -1,0 +1,99 @@
+//! Cases with ALiBi and maximum logits, and ways in which a kernel may get slopes wrong.
+
+use hopper_attention::{Corner, Mask};
+use hopper_attention_verify::case::random::capped;
+
+use crate::packing::{Kind, Packing};
+use crate::problems::{Case, Grid};
+use crate::sinks::Sinks;
+
+pub use hopper_attention_verify::alibi::{Alibi, AlibiImage};
+
+/// Slopes that are not there, and every kind of those that are.
+fn kinds() -> impl Iterator<Item = Alibi> + Clone {
+    Alibi::ALL.into_iter().filter(|kind| !kind.is_none())
+}
+
+fn masks() -> [Mask; 6] {
+    [
+        Mask::Full,
+        Mask::causal(),
+        Mask::Causal { corner: Corner::TopLeft },
+        Mask::window(Some(70), Some(9)),
+        Mask::window(Some(127), Some(0)),
+        Mask::prefix(40),
+    ]
+}
+
+/// What a case may have beside slopes, in turns: a cap, sinks, the maximum logits.
+fn with_others(case: Case, turn: usize, sinks: Sinks) -> Case {
+    let case = if turn.is_multiple_of(4) { capped(case, ([15.0, 50.0][turn / 4 % 2], turn % 8 < 4)) } else { case };
+    let mut case = case.max_logits(turn % 3 != 1);
+    case.sinks = if turn.is_multiple_of(5) { sinks } else { Sinks::None };
+    case.seed = turn as u64 / 2;
+    case
+}
+
+/// Every kind with every mask: short and long rows, rows without keys, no keys at all, many keys for few queries. Some have no slopes
+/// but the maximum logits.
+pub fn cases(grid: Grid) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let sizes = [(197, 290), (300, 140), (1, 700), (64, 1500), (130, 1), (40, 0)];
+    for &(head_dim, head_dim_vo) in
+        grid.pick(&[(64, 64), (128, 128)][..], &[(64, 64), (128, 128), (72, 72), (96, 96), (256, 256), (192, 128)])
+    {
+        for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
+            for (seqlen_q, seqlen_kv) in sizes {
+                let turn = cases.len();
+                let case = Case::new(seqlen_q, seqlen_kv, head_dim, mask).head_dim_vo(head_dim_vo);
+                let case = case.heads(1 + turn % 2, 6, [1, 2, 6][turn % 3]);
+                let mut case = with_others(case.alibi(alibi), turn, Sinks::Normal);
+                case.lse = turn % 11 != 0;
+                if turn % 7 == 6 {
+                    case = case.alibi(Alibi::None).max_logits(true);
+                }
+                cases.push(case);
+            }
+        }
+    }
+    cases
+}
+
+/// The same of packed sequences and used lengths.
+pub fn packed_cases(grid: Grid) -> Vec<Case> {
+    let both = [true; 2];
+    let packings = [
+        Kind { packed: both, used: [false; 2], fill_gaps: true },
+        Kind { packed: both, used: both, fill_gaps: false },
+        Kind { packed: [false; 2], used: [false, true], fill_gaps: true },
+    ];
+    let mut cases = Vec::new();
+    for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
+        for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
+            for kind in packings {
+                let turn = cases.len();
+                let batch = if kind.packed == both { [4, 13, 70, 1200][turn % 4] } else { 3 };
+                let rows = if kind.packed == both { 700 } else { 150 };
+                let case = Case::new(rows, rows, head_dim, mask).heads(batch, 4, [1, 2, 4][turn % 3]);
+                let mut case = with_others(case.alibi(alibi), turn, Sinks::Mixed);
+                case.packing = Packing::random(kind, batch, [rows; 2], case.seed);
+                cases.push(case);
+            }
+        }
+    }
+    cases
+}
+
+/// A way to get slopes wrong: what is wrong, and the slope that is taken in place of one. `scale` is the softmax scale, and `next`
+/// the slope of the next head.
+pub type Mistake = (&'static str, fn(slope: f64, scale: f64, next: f64) -> f64);
+
+/// Ways to get slopes wrong that the tolerance must notice.
+pub const MISTAKES: [Mistake; 6] = [
+    ("forgotten", |_, _, _| 0.0),
+    ("with the other sign", |slope, _, _| -slope),
+    ("multiplied by the scale", |slope, scale, _| slope * scale),
+    ("in base 2", |slope, _, _| slope * std::f64::consts::LOG2_E),
+    ("too large by 2%", |slope, _, _| slope * 1.02),
+    ("of the next head", |_, _, next| next),
+];

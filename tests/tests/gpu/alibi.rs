@@ -1,0 +1,214 @@
+//! ALiBi and maximum logits on a GPU: every row, dense and packed, both passes, long distances, garbage under the mask, outputs that
+//! no query writes.
+
+use hopper_attention::{
+    BackwardProblem, Corner, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Mask, MaskClass, Workspace, bf16,
+    f16,
+};
+use hopper_attention_tests::alibi::{Alibi, cases, packed_cases};
+use hopper_attention_tests::backward;
+use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
+use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward};
+use hopper_attention_tests::problems::{Case, Grid};
+use hopper_attention_tests::runner::{Prepared, Runner};
+
+use crate::packed::packing_rows;
+use crate::{mask_of, with_dtype};
+
+/// Runs cases through the rows of their type.
+type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
+
+fn take(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], what: &str, [bf16, f16]: [Run; 2]) {
+    assert!(!rows.is_empty());
+    let mut runner = Runner::new(rows);
+    bf16(gpu, rows, cases, &mut runner);
+    f16(gpu, rows, &cases.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>(), &mut runner);
+    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+const FORWARD: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
+/// Every second run of these is deterministic.
+const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
+
+/// The rows that compute some problem with ALiBi. Others may exist, which such problems are never given to.
+fn biasing(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
+    let takes = |row: &KernelInfo| {
+        let dims = Dims::new(1, 512, 1, row.head_dim_qk()).with_head_dim_vo(row.head_dim_vo());
+        let options = ForwardProblem::builder(row.dtype(), dims).mask(mask_of(row.mask()));
+        let problem = options.alibi(hopper_attention::AlibiSlopes::PerHead).max_logits(!backward).build().unwrap();
+        match backward {
+            true => BackwardProblem::builder(&problem).build().unwrap().plan_with_row(&gpu.device, row).is_ok(),
+            false => problem.plan_with_row(&gpu.device, row).is_ok(),
+        }
+    };
+    let taken: Vec<_> = rows.into_iter().filter(takes).collect();
+    // Both types have them, and every class of masks.
+    for dtype in [DType::BF16, DType::F16] {
+        for class in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
+            assert!(taken.iter().any(|row| row.dtype() == dtype && row.mask() == class), "{dtype} {class}");
+        }
+    }
+    taken
+}
+
+#[test]
+fn every_row_takes_slopes_and_maximum_logits() {
+    let Some(gpu) = Gpu::open("every_row_takes_slopes_and_maximum_logits") else { return };
+    let rows = biasing(&gpu, gpu.modified_rows(), false);
+    take(&gpu, &rows, &cases(Grid::from_env()), "forward with ALiBi", FORWARD);
+}
+
+#[test]
+fn every_packing_row_takes_slopes_and_maximum_logits() {
+    let Some(gpu) = Gpu::open("every_packing_row_takes_slopes_and_maximum_logits") else { return };
+    let rows = packing_rows(biasing(&gpu, gpu.modified_rows(), false));
+    take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with ALiBi", FORWARD);
+}
+
+/// The cases whose head dims are at most those of the rows.
+fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
+    let fits = |case: &Case| rows.iter().any(|row| row.head_dim_qk() >= case.dims.head_dim_qk);
+    cases.into_iter().filter(fits).collect()
+}
+
+/// Gradients have nothing to do with maximum logits.
+fn with_slopes(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
+    let cases = fitting(rows, cases).into_iter().map(|case| case.max_logits(false));
+    cases.filter(|case| !case.alibi.is_none()).collect()
+}
+
+#[test]
+fn every_backward_row_takes_slopes() {
+    let Some(gpu) = Gpu::open("every_backward_row_takes_slopes") else { return };
+    let rows = biasing(&gpu, gpu.modified_backward_rows(), true);
+    let cases = with_slopes(&rows, cases(Grid::from_env()));
+    take(&gpu, &rows, &cases, "backward with ALiBi", BACKWARD);
+}
+
+#[test]
+fn every_packing_backward_row_takes_slopes() {
+    let Some(gpu) = Gpu::open("every_packing_backward_row_takes_slopes") else { return };
+    let rows = packing_rows(biasing(&gpu, gpu.modified_backward_rows(), true));
+    let cases = with_slopes(&rows, packed_cases(Grid::from_env()));
+    take(&gpu, &rows, &cases, "packed backward with ALiBi", BACKWARD);
+}
+
+/// One forward run of a case by a row, judged.
+fn run<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
+    let prepared = Prepared::<T>::new(case);
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    outputs.check_written().unwrap_or_else(|why| panic!("{row}, {case}: {why}"));
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{row}, {case}: {report}");
+}
+
+/// The same of gradients.
+fn run_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
+    let prepared = backward::Prepared::<T>::new(case);
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+    let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let report = prepared.judge(&outputs);
+    assert!(report.passed(), "{row}, {case}: {report}");
+}
+
+/// The rows of one head dim, which is enough where head dims make no difference.
+fn narrow(rows: Vec<KernelInfo>) -> impl Iterator<Item = KernelInfo> {
+    rows.into_iter().filter(|row| row.head_dim_qk() == 64 && row.head_dim_vo() == 64)
+}
+
+/// Few queries that are far from most keys, and queries that are far from all keys that they keep. So the biases are some thousands,
+/// and the LSE is right to its last bits.
+#[test]
+fn long_distances_lose_no_bits() {
+    let Some(gpu) = Gpu::open("long_distances_lose_no_bits") else { return };
+    let far = Mask::Window { left: None, right: Some(0), corner: Corner::TopLeft };
+    for row in narrow(biasing(&gpu, gpu.modified_rows(), false)) {
+        for (seqlen_q, seqlen_kv, mask) in [
+            (3, 131_072, Mask::Full),
+            (3, 131_072, Mask::causal()),
+            (3, 131_072, Mask::window(Some(130_000), Some(0))),
+            // The last queries stand thousands of keys behind the last key.
+            (9000, 70, far),
+            (9000, 70, Mask::Full),
+        ] {
+            for alibi in [Alibi::Standard, Alibi::Negative] {
+                let case = Case::new(seqlen_q, seqlen_kv, 64, mask).heads(1, 4, 2).alibi(alibi).max_logits(true);
+                if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
+                    with_dtype!(row.dtype(), run(&gpu, &row, &case));
+                }
+            }
+        }
+    }
+    for row in narrow(biasing(&gpu, gpu.modified_backward_rows(), true)) {
+        for (seqlen_q, seqlen_kv, mask) in
+            [(300, 9000, Mask::Full), (300, 9000, Mask::causal()), (9000, 70, Mask::Full)]
+        {
+            let case = Case::new(seqlen_q, seqlen_kv, 64, mask).heads(1, 4, 2).alibi(Alibi::Standard);
+            if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
+                with_dtype!(row.dtype(), run_backward(&gpu, &row, &case));
+            }
+        }
+    }
+}
+
+#[test]
+fn garbage_under_the_mask_reaches_no_biased_row() {
+    let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_biased_row") else { return };
+    for row in biasing(&gpu, gpu.modified_rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
+        hidden(&row).for_each(|case| with_dtype!(row.dtype(), run(&gpu, &row, &case)));
+    }
+    for row in biasing(&gpu, gpu.modified_backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full)
+    {
+        hidden(&row).for_each(|case| with_dtype!(row.dtype(), run_backward(&gpu, &row, &case.max_logits(false))));
+    }
+}
+
+fn hidden(row: &KernelInfo) -> impl Iterator<Item = Case> + use<> {
+    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2).max_logits(true);
+    let case = case.head_dim_vo(row.head_dim_vo());
+    let kinds = Alibi::ALL.into_iter().filter(|kind| !kind.is_none());
+    Garbage::ALL.into_iter().zip(kinds.cycle()).flat_map(move |(garbage, alibi)| {
+        let case = case.clone().alibi(alibi);
+        [Input::K, Input::V].map(|input| Case { values: Values::Garbage(input, garbage), ..case.clone() })
+    })
+}
+
+/// Maximum logits are -inf where a head has no keys, or no queries.
+#[test]
+fn maximum_logits_of_nothing() {
+    let Some(gpu) = Gpu::open("maximum_logits_of_nothing") else { return };
+    for row in narrow(biasing(&gpu, gpu.modified_rows(), false)).filter(|row| row.mask() == MaskClass::Full) {
+        for (batch, seqlen_q, seqlen_kv) in [(2, 40, 0), (2, 0, 40), (0, 40, 40)] {
+            let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(batch, 4, 2).max_logits(true);
+            with_dtype!(row.dtype(), run(&gpu, &row, &case));
+            with_dtype!(row.dtype(), run(&gpu, &row, &case.alibi(Alibi::Mixed)));
+        }
+    }
+}
+
+/// The library's own choice takes slopes, or says by name what it lacks.
+#[test]
+fn a_biased_problem_has_a_plan_or_a_name() {
+    let Some(gpu) = Gpu::open("a_biased_problem_has_a_plan_or_a_name") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let mut planned = 0;
+    for case in cases(Grid::Full) {
+        for dtype in [DType::BF16, DType::F16] {
+            let problem = case.problem(dtype);
+            problem.plan(&device).unwrap_or_else(|error| panic!("{problem}: {error}"));
+            let problem = BackwardProblem::builder(&problem).build().unwrap();
+            match problem.plan(&device) {
+                Ok(_) => planned += 1,
+                Err(Error::Unsupported { wanted, .. }) => assert!(wanted.contains("backward"), "{problem}: {wanted}"),
+                Err(error) => panic!("{problem}: {error}"),
+            }
+        }
+    }
+    assert!(planned > 0);
+}
