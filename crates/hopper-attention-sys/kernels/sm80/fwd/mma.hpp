@@ -254,7 +254,7 @@ struct Mma {
             for (int strip = 0; strip < kStrips; ++strip) {
               auto& strip_scores = scores.strip(strip);
               see_scores<kTileN>(
-                  strip_scores, [&]() { return own_row() + 16 * strip; }, band.seqlen_q,
+                  strip_scores, scalars.scale_log2, [&]() { return own_row() + 16 * strip; }, band.seqlen_q,
                   storage.largest[Traits::thread_index() / 32]);
             }
           }
