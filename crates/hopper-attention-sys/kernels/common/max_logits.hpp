@@ -40,20 +40,29 @@ struct LargestScores {
 
 CUTE_DEVICE bool wants_max_logits(FwdParams const& params) { return params.max_logits.address != 0; }
 
-// A warp's block of scores, whose masked ones are -inf. A thread's rows are `row` and `row + 8` of `queries`. Rows past
-// the last query have scores, too, which do not count. `largest`: the warp's.
-template <int kColumns, class Scores>
-CUTE_DEVICE void see_scores(Scores const& scores, int row, int queries, LargestScores const& largest) {
+// What a lane has seen, in powers of two: `first` of row `row`, `second` of row `row + 8`, of `queries`. Rows past the
+// last query have scores, too, which do not count. `largest`: the warp's.
+// `wanted`: or nothing is seen. (Without a branch.)
+CUTE_DEVICE void see_rows(bool wanted, float first, float second, int row, int queries, LargestScores const& largest) {
+  first = row < queries ? first : -INFINITY;
+  second = row + 8 < queries ? second : -INFINITY;
+  int const most = ordered(__float_as_int(fmaxf(first, second)));
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p red.shared.max.s32 [%0], %1;}" ::"r"(largest.own()), "r"(most),
+               "r"(static_cast<int>(wanted))
+               : "memory");
+}
+
+// The same of a block of scores, whose masked ones are -inf. `row_of_lane()`: asked for when the maxima are there.
+template <int kColumns, class Scores, class Row>
+CUTE_DEVICE void see_scores(Scores const& scores, float scale_log2, Row const& row_of_lane, int queries,
+                            LargestScores const& largest) {
   float max[2] = {-INFINITY, -INFINITY};
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 2; ++i) {
     float& of_row = max[i / 2 % 2];
     of_row = fmaxf(of_row, scores(i));
   }
-  float const first = row < queries ? max[0] : -INFINITY;
-  float const second = row + 8 < queries ? max[1] : -INFINITY;
-  int const most = ordered(__float_as_int(fmaxf(first, second)));
-  asm volatile("red.shared.max.s32 [%0], %1;" ::"r"(largest.own()), "r"(most) : "memory");
+  see_rows(true, max[0] * scale_log2, max[1] * scale_log2, row_of_lane(), queries, largest);
 }
 
 // After a warp's tile of a head: the result takes part of what the warp has, which then has nothing.
@@ -68,8 +77,8 @@ CUTE_DEVICE void finish_max_logit(FwdParams const& params, int head, LargestScor
     most = cute::max(most, __shfl_xor_sync(0xffffffffU, most, step));
   }
   __syncwarp();
-  float const unit = params.softcap == 0.0F ? params.softmax_scale : params.softcap;
-  int const bits = __float_as_int(scaled(__int_as_float(ordered(most)), unit));
+  constexpr float kLn2 = 0.693147180559945309F;
+  int const bits = __float_as_int(__int_as_float(ordered(most)) * kLn2);
   auto* const result = reinterpret_cast<float*>(params.max_logits.address) + head * params.max_logits.stride_head;
   // Floats that are not negative are in the order of their bits, the others in the opposite one. (-inf is the largest
   // of these: it changes nothing.)

@@ -252,9 +252,18 @@ struct Mma {
     auto see_largest = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (wants_max_logits(params)) {
-          see_scores<Traits::kTileN>(tSrS, own_row_anew(), queries_of(scalars, storage.tile[q.stage]),
+          see_scores<Traits::kTileN>(tSrS, scalars.scale_log2, own_row_anew, queries_of(scalars, storage.tile[q.stage]),
                                      storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
         }
+      }
+    };
+    // The same of a block that has been compared first of all: the references are its largest scores.
+    auto see_references = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        auto const seen = [](float reference) { return reference == Softmax::kNoKey ? -INFINITY : reference; };
+        see_rows(wants_max_logits(params), seen(softmax.reference[0]), seen(softmax.reference[1]), own_row_anew(),
+                 queries_of(scalars, storage.tile[q.stage]),
+                 storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
       }
     };
     // The K that it reads must not have been released.
@@ -284,9 +293,9 @@ struct Mma {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());
-        see_largest();
         softmax.first_masked_block(tSrS, scalars.scale_log2,
                                    keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
+        see_references();
       } else {
         see_largest();
         // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
