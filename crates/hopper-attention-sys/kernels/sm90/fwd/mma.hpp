@@ -218,7 +218,9 @@ struct Mma {
     };
     auto diagonal = [&]() __attribute__((always_inline)) {
       int offset = params.diagonal_offset;
-      if constexpr (Traits::kIsPacked) {
+      if constexpr (Traits::kIsPacked && Traits::kScoresWait && kMask == MaskClass::Window) {
+        offset = diagonal_of(params, band);
+      } else if constexpr (Traits::kIsPacked) {
         if (params.sequences.bottom_right) {
           auto const& tile = storage.tile[q.stage];
           offset += static_cast<int>(read_shared(tile.kv_len) - read_shared(tile.q_len));
@@ -415,7 +417,7 @@ struct Mma {
         } else if constexpr (kModified) {
           // As below, and beyond: with ALiBi, up to the diagonal (common/alibi.hpp).
           if (has_alibi(params)) {
-            int const row = m_block * Traits::kTileM + consumer * Traits::kRowsApart;
+            int const row = own_row_anew() / 64 * 64;  // the warpgroup's first
             int const unseen = first_unseen_block<Traits::kTileN>(slope_of_tile(), row, diagonal());
             visits.free_end = cute::min(visits.free_end, __shfl_sync(0xffffffffU, unseen, 0) + 1);
           }
