@@ -62,7 +62,7 @@ class Fp8Args(ctypes.Structure):
         ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"],
         ["q", "k", "v", "o"],
         ["scaling", "o_dtype"],
-        ["half_scores", "reserved_1"],
+        ["half_scores", "wish"],
     )
 
 

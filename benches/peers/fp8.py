@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 
 import entry
 import inputs
@@ -67,6 +68,18 @@ class Operands:
         self.reference = oracle(p, *dequantised, torch)
 
 
+def wish_of(name):
+    """The kernel that a library's name asks for (`wish` in hattn_peer.h): x@f32 has scores in f32, x@f16-192 tiles of 192 queries,
+    x@f32-128x2 has two CTAs share a tile. A name without @ asks for none."""
+    wish = re.search(r"@(f16|f32)(?:-(\d+)(?:x(\d+))?)?$", name.removesuffix(SUFFIX))
+    if wish is None:
+        if "@" in name:
+            raise RuntimeError(f"{entry.STATUS[1]}: {name}; allowed after @: f16 or f32, with -TILE or -TILExSHARES")
+        return 0
+    scores, tile, shares = wish.groups()
+    return {"f16": 1, "f32": 2}[scores] + 16 * int(tile or 0) + 65536 * int(shares or 0)
+
+
 class EntryFp8:
     """A shared object with the C entry for e4m3 operands, which writes bf16 into an output that was poisoned with NaN."""
 
@@ -89,6 +102,7 @@ class EntryFp8:
             setattr(self.args, field, factors.data_ptr())
         # Kernels of packed sequences have scores in f32. So has the dense batch that they are held against.
         self.args.half_scores = 0 if "packed" in p or "beside" in p else 1
+        self.args.wish = wish_of(self.name)
         self.args.scaling, self.args.o_dtype = entry.SCALINGS[self.scaling], entry.DTYPES["bf16"]
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 

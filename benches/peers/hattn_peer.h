@@ -188,7 +188,9 @@ typedef struct hattn_peer_fwd_fp8_args {
   uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
   int32_t half_scores;      /* 1: no stored element of Q and K is larger than 14 in magnitude, so that f16 holds their
                                products' sums; 0: they may be. A caller whose struct ends before this promises nothing */
-  int32_t reserved_1;       /* 0 */
+  int32_t wish;             /* 0: the library chooses its kernel. Else the one to time, by what the library knows of its
+                               kernels: scores in f16 (1) or f32 (2), + 16 * queries of a tile, + 65536 * CTAs that share
+                               a tile; 0 of each: any. A peer gets 0 */
   int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */

@@ -339,13 +339,19 @@ class Fp8(unittest.TestCase):
             self.assertEqual([getattr(args, field) for field in ("q", "k", "v", "q_descale", "k_descale", "v_descale")], [1, 2, 3, 11, 12, 13])
             self.assertEqual((list(args.v_stride), args.stream, args.workspace, args.workspace_bytes), ([3, 6, 9], 77, 5, 6))
             self.assertEqual((args.dtype, args.scaling, args.o_dtype, args.mask, args.heads_kv), (2, scaling, 1, 1, 2))
-            self.assertEqual((args.half_scores, args.reserved_1, args.struct_bytes), (1, 0, 280))
+            self.assertEqual((args.half_scores, args.wish, args.struct_bytes), (1, 0, 280))
             self.assertEqual((args.o, args.lse), (x.o.address, x.lse.address))
             self.assertTrue(math.isnan(x.o.value) and math.isnan(x.lse.value))
             args.scaling = 0
             self.assertIs(x.call(), x.o)
             args.scaling = 2
             self.assertRaisesRegex(RuntimeError, "unsupported problem: too many heads", x.call)
+
+    def test_a_name_may_ask_for_a_kernel(self):
+        names = {"x": 0, "x-block": 0, "x@f16": 1, "x@f32-block": 2, "x@f16-192": 1 + 16 * 192, "y@f32-128x3": 2 + 16 * 128 + 65536 * 3}
+        self.assertEqual({name: fp8.wish_of(name) for name in names}, names)
+        for name in ("x@", "x@f8", "x@f32x2", "x@f32-128x2-"):
+            self.assertRaisesRegex(RuntimeError, "allowed after @", fp8.wish_of, name)
 
     def test_who_takes_no_e4m3_is_unsupported(self):
         refused = lambda x, frontend=None: self.assertRaisesRegex(RuntimeError, entry.STATUS[2], fp8.contestant, x, frontend, None)

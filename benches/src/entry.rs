@@ -339,7 +339,7 @@ mod tests {
             ..args().numbers
         };
         let text = |lse, numbers| match (Args { lse, numbers, ..args() }).call().map(|call| call.problem) {
-            Ok(Problem::Forward(problem)) => problem.to_string(),
+            Ok(Problem::Forward(problem) | Problem::Wished(problem, _)) => problem.to_string(),
             Ok(Problem::Backward(problem)) => panic!("{problem}"),
             Err(Refused(status, text)) => format!("{status} {text}"),
         };

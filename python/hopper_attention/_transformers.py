@@ -1,8 +1,8 @@
 """Hugging Face transformers: an attention function and the mask function that belongs to it.
 
 transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a
-band (causal, bidirectional, sliding windows) is passed on as a `BandMask`, together with the padding. Any other mask
-is refused by its name.
+band (causal, bidirectional, sliding windows) or has chunks (Llama 4) is passed on as a `BandMask`, together with the
+padding. Any other mask is refused by its name.
 
 Packed sequences come as cu_seq_lens_q and cu_seq_lens_k, or as position_ids that begin again within a row. Both become
 offsets of attention_varlen. So does padding: offsets and used lengths leave it out where it lies, and nothing is moved.
@@ -15,6 +15,7 @@ from typing import Any, List, Optional, Tuple
 
 import torch
 
+from ._plans import Chunked
 from ._torch import attention, readable
 from ._sinks import attention_sinks
 from ._varlen import attention_modified, attention_varlen, readable_rows
@@ -37,9 +38,10 @@ class BandMask:
     """What the mask function gives the attention function in place of a tensor of booleans.
 
     Query i attends to the keys from i + shift - left to i + shift + right, where shift is kv_length - q_length. None:
-    no bound. `ranges` has, for each sequence, the first key that is no padding, and the one after the last. None:
-    there is no padding. `packing` has the lengths that attention_varlen takes, for all rows of the batch one after
-    another. None: every row of the batch is one sequence.
+    no bound. `chunk`: of these keys, those of the query's chunk alone, where chunks have so many keys. None: there are no
+    chunks. `ranges` has, for each sequence, the first key that is no padding, and the one after the last. None: there is
+    no padding. `packing` has the lengths that attention_varlen takes, for all rows of the batch one after another.
+    None: every row of the batch is one sequence.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class BandMask:
         ranges: Any,
         had_padding_mask: bool,
         packing: Optional[dict] = None,
+        chunk: Optional[int] = None,
     ) -> None:
         self.left, self.right, self.q_length, self.kv_length = left, right, q_length, kv_length
         self.ranges, self.had_padding_mask, self.packing = ranges, had_padding_mask, packing
+        self.chunk = chunk
 
     def __getitem__(self, index: Any) -> Any:
         _refuse("the model slices its mask", "models that pass the mask on as it is")
@@ -108,22 +112,27 @@ def band_of(function: Any) -> Tuple[Optional[int], Optional[int]]:
     if name == "remap_positions_for_packed_sequence":
         # Positions of one sequence are consecutive, so the band stays the band.
         return band_of(closure["mask_function"])
-    if name == "packed_sequence_mask_function":
-        # `packed_of` has the sequences.
+    if name in ("packed_sequence_mask_function", "chunked_overlay"):
+        # `found_in` has the sequences, and the chunks.
         return None, None
-    _refuse(f"the mask {name}", "causal, bidirectional, and sliding windows of both")
+    _refuse(f"the mask {name}", "causal, bidirectional, sliding windows of both, and causal chunks")
     raise AssertionError
 
 
-def packed_of(function: Any) -> Optional[torch.Tensor]:
-    """The numbers of the sequences of all tokens, [batch, seqlen], in a mask that `band_of` took. None: one a row."""
+def found_in(function: Any, wanted: str, of_it: str) -> Any:
+    """A value of the first part by the name `wanted` of a mask that `band_of` took. None: there is no such part."""
     name = function.__qualname__.split(".<locals>")[0]
-    if name == "packed_sequence_mask_function":
-        return _closure(function)["packed_sequence_mask"]
+    if name == wanted:
+        return _closure(function)[of_it]
     if name == "remap_positions_for_packed_sequence":
-        return packed_of(_closure(function)["mask_function"])
+        return found_in(_closure(function)["mask_function"], wanted, of_it)
     inner = _closure(function)["mask_functions"] if name == "and_masks" else ()
-    return next((found for found in map(packed_of, inner) if found is not None), None)
+    return next((found for one in inner if (found := found_in(one, wanted, of_it)) is not None), None)
+
+
+def _starts(chunk: int, padded: List[int], q_offset: int, kv_offset: int) -> List[int]:
+    """The first key of the chunk of a query at `q_offset`. The chunks of a sequence begin behind its padding."""
+    return [first + (q_offset - first) // chunk * chunk - kv_offset for first in padded]
 
 
 def _packing_of(begins: torch.Tensor) -> Optional[dict]:
@@ -214,6 +223,9 @@ def _mask(
     torch.compile breaks its graph here.
     """
     left, right = band_of(mask_function)
+    chunk = found_in(mask_function, "chunked_overlay", "chunk_size")
+    if chunk is not None and (left, right) != (None, 0):
+        _refuse("chunks that are not causal, or with a sliding window", "chunks with the causal mask")
     if (left, right) != (None, None) and int(q_offset) + q_length != kv_offset + kv_length:
         where = f"queries up to {int(q_offset) + q_length} and keys up to {kv_offset + kv_length}"
         _refuse(f"a cache with room beyond the last token (static), {where}", "caches that end with the last query")
@@ -222,15 +234,29 @@ def _mask(
     ranges = packing = None
     if attention_mask is not None:
         ranges = _ranges(attention_mask, kv_length, kv_offset)
+    if chunk is not None and q_length == 1:
+        # All keys behind the first of the chunk. A cache may begin anywhere, behind the padding, too.
+        padded = [0]
+        if attention_mask is not None:
+            padded = found_in(mask_function, "chunked_overlay", "left_padding").tolist()
+        starts = _starts(chunk, padded, int(q_offset), kv_offset)
+        if len(set(starts)) == 1:
+            left = int(q_offset) - kv_offset - starts[0]
+        else:
+            ranges = ranges or [(0, kv_length)] * len(starts)
+            ranges = [(max(first, min(start, after)), after) for (first, after), start in zip(ranges, starts)]
+        chunk = None
+    elif chunk is not None and kv_offset != 0:
+        _refuse(f"chunks, and a cache that begins at key {kv_offset}", "1 query, or caches that begin at key 0")
     if ranges is not None:
         banded = left is not None or right is not None
         packing = _padding_of(ranges, banded, q_length, kv_length, attention_mask.device)
-    packed = packed_of(mask_function)
+    packed = found_in(mask_function, "packed_sequence_mask_function", "packed_sequence_mask")
     if packed is not None:
         if ranges is not None:
             _refuse("padding of packed sequences", "one of both")
         packing = _packing_of(packed.diff(dim=-1, prepend=packed[:, :1]) != 0)
-    return BandMask(left, right, q_length, kv_length, ranges, attention_mask is not None, packing)
+    return BandMask(left, right, q_length, kv_length, ranges, attention_mask is not None, packing, chunk)
 
 
 # -- the attention function
@@ -331,12 +357,13 @@ def attention_forward(
     packing = _packing_of_lengths(cu_seq_lens_q, cu_seq_lens_k, *longest)
     _refuse_lacking(kwargs, packing is not None)
     q_length, kv_length = query.shape[2], key.shape[2]
-    ranges = None
+    ranges = chunk = None
     if isinstance(attention_mask, BandMask):
         if (attention_mask.q_length, attention_mask.kv_length) != (q_length, kv_length):
             made = f"{attention_mask.q_length} x {attention_mask.kv_length}"
             _refuse(f"a mask of {made} for scores of {q_length} x {kv_length}", "a mask of the same size")
         left, right, ranges = attention_mask.left, attention_mask.right, attention_mask.ranges
+        chunk = attention_mask.chunk
         if packing is None:
             packing = attention_mask.packing
         elif ranges is not None:
@@ -387,8 +414,8 @@ def attention_forward(
                 _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
             if not _packs(query.device):
                 q, k, v = map(readable, (q, k, v))
-                return _one_by_one(q, k, v, left, right, scaling, ranges, s_aux, softcap), None
-    return _band(q, k, v, left, right, scaling, packing, s_aux, softcap), None
+                return _one_by_one(q, k, v, left, right, scaling, ranges, s_aux, softcap, chunk), None
+    return _band(q, k, v, left, right, scaling, packing, s_aux, softcap, chunk), None
 
 
 def _packs(device: torch.device) -> bool:
@@ -406,10 +433,13 @@ def _band(
     packing: Optional[dict] = None,
     s_aux: Optional[torch.Tensor] = None,
     softcap: Optional[float] = None,
+    chunk: Optional[int] = None,
 ) -> Any:
     """Attention to [batch, seqlen, heads, head_dim]. With a packing, the rows of the batch follow each other."""
     plain = left is None and (right is None or right == 0)
     mask: dict = {"causal": right == 0} if plain else {"window": (left, right)}
+    if chunk is not None:
+        mask = {"window": Chunked(chunk)}
     if packing is None:
         q, k, v = map(readable, (q, k, v))
         numbers = (mask.get("causal", False), mask.get("window"), False, scaling, False, 0)
@@ -434,6 +464,7 @@ def _one_by_one(
     ranges: List[Tuple[int, int]],
     s_aux: Optional[torch.Tensor] = None,
     softcap: Optional[float] = None,
+    chunk: Optional[int] = None,
 ) -> torch.Tensor:
     """Each sequence by itself, without its padding. Rows of padding give 0."""
     q_length, kv_length = q.shape[1], k.shape[1]
@@ -442,7 +473,7 @@ def _one_by_one(
     for one_q, one_k, one_v, (first, after) in zip(q.split(1), k.split(1), v.split(1), ranges):
         begin, end = _queries(first, after, banded, q_length, kv_length)
         rows_of = (one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after])
-        o = _band(*rows_of, left, right, scaling, None, s_aux, softcap)
+        o = _band(*rows_of, left, right, scaling, None, s_aux, softcap, chunk)
         rows.append(torch.nn.functional.pad(o, (0, 0, 0, 0, begin, q_length - end)))
     return torch.cat(rows)
 

@@ -21,6 +21,19 @@ def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positi
         return transformers.LlamaConfig(**sizes, **text, num_key_value_heads=heads_kv)
     if kind == "mistral":
         return transformers.MistralConfig(**sizes, **text, num_key_value_heads=heads_kv, sliding_window=window)
+    if kind == "llama4":
+        # A layer with chunks and one without; no mixture of experts.
+        return transformers.Llama4TextConfig(
+            **sizes,
+            **text,
+            num_key_value_heads=heads_kv,
+            head_dim=hidden // heads,
+            intermediate_size_mlp=2 * hidden,
+            attention_chunk_size=window,
+            no_rope_layers=[1, 0] * (layers // 2),
+            moe_layers=[],
+            pad_token_id=0,
+        )
     if kind in ("gemma2", "gemma3"):
         more = {"num_key_value_heads": heads_kv, "sliding_window": window}
         more |= {"head_dim": 256, "query_pre_attn_scalar": 256}
@@ -59,6 +72,7 @@ def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positi
 CLASSES = {
     "llama": transformers.LlamaForCausalLM,
     "mistral": transformers.MistralForCausalLM,
+    "llama4": transformers.Llama4ForCausalLM,
     "bert": transformers.BertForMaskedLM,
     "vit": transformers.ViTForImageClassification,
     "gemma2": transformers.Gemma2ForCausalLM,

@@ -171,7 +171,7 @@ mod tests {
     fn the_problem_is_what_the_arguments_say() {
         let text = |numbers: Numbers| match (BackwardArgs { numbers, ..args() }).problem() {
             Ok(Problem::Backward(problem)) => problem.to_string(),
-            Ok(Problem::Forward(problem)) => panic!("{problem}"),
+            Ok(Problem::Forward(problem) | Problem::Wished(problem, _)) => panic!("{problem}"),
             Err(Refused(status, text)) => format!("{status} {text}"),
         };
         let window =

@@ -5,9 +5,11 @@ use std::ffi::c_void;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use hopper_attention::cudarc::driver::sys;
+use hopper_attention::internal::{candidates, plan_with_shares};
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    BackwardPlan, BackwardProblem, Device, Error, ForwardPlan, ForwardProblem, Layout, Operands, Presence, Slot,
+    BackwardPlan, BackwardProblem, CudaDevice, DType, Device, Error, ForwardPlan, ForwardProblem, Layout, Operands,
+    Presence, Slot, kernels,
 };
 
 use super::{FAILED, Packing, Refused};
@@ -104,13 +106,47 @@ impl<const N: usize> Call<N> {
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) enum Problem {
     Forward(ForwardProblem),
+    /// With a kernel that a measurement names, in place of the plan's choice.
+    Wished(ForwardProblem, Wish),
     Backward(BackwardProblem),
+}
+
+/// Which kernel of a forward: the first that is so, in the order of plans. `None`: any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Wish {
+    pub scores: Option<DType>,
+    pub tile_m: Option<usize>,
+    /// CTAs that share a tile. 1: none do.
+    pub shares: Option<usize>,
+}
+
+impl Wish {
+    fn plan(&self, problem: &ForwardProblem, device: &CudaDevice) -> hopper_attention::Result<ForwardPlan> {
+        let rows = candidates(problem, &device.info().facts, kernels())?;
+        let is_wished = |row: &&hopper_attention::KernelInfo| {
+            self.scores.is_none_or(|scores| row.scores() == scores)
+                && self.tile_m.is_none_or(|tile_m| row.tile_m() == tile_m)
+                && self.shares.is_none_or(|shares| row.most_shares() >= shares)
+        };
+        let Some(row) = rows.iter().find(is_wished) else {
+            let nearest = rows.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            return Err(Error::Unsupported { wanted: format!("{self:?} for {problem}"), nearest });
+        };
+        match self.shares {
+            Some(shares) => plan_with_shares(problem, device, row, shares),
+            None => problem.plan_with_row(device, row),
+        }
+    }
 }
 
 impl Problem {
     pub fn plan(&self, device: &Device) -> hopper_attention::Result<Plan> {
         Ok(match self {
             Self::Forward(problem) => Plan::Forward(problem.plan(device)?),
+            Self::Wished(problem, wish) => Plan::Forward(match device {
+                Device::Cuda(device) => wish.plan(problem, device)?,
+                _ => problem.plan(device)?, // the CPU has one way
+            }),
             Self::Backward(problem) => Plan::Backward(problem.plan(device)?),
         })
     }

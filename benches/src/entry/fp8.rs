@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 
 use hopper_attention::{DType, ForwardProblem, Scaling, Slot};
 
-use super::call::{Call, Given, Problem};
+use super::call::{Call, Given, Problem, Wish};
 use super::problem::refused;
 use super::{E4M3, Numbers, Packing, Refused, answer, read};
 
@@ -33,7 +33,7 @@ pub struct Fp8Args {
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
     pub half_scores: i32,
-    pub reserved_1: i32,
+    pub wish: i32,
     pub packing: Packing,
 }
 
@@ -86,9 +86,29 @@ impl Fp8Args {
         Ok(options.scaling(scaling).half_scores(half_scores).output(output).build()?)
     }
 
+    /// The kernel that the caller asks for. `None`: the plan's choice.
+    fn wish(&self) -> Result<Option<Wish>, Refused> {
+        if self.wish == 0 {
+            return Ok(None);
+        }
+        let part = |shift: u32, bits: u32| (self.wish >> shift) as usize & ((1 << bits) - 1);
+        let scores = match part(0, 4) {
+            0 => None,
+            1 => Some(DType::F16),
+            2 => Some(DType::F32),
+            _ => return Err(refused("wish", self.wish, "scores (1 f16, 2 f32) + 16 tile_m + 65536 shares")),
+        };
+        let given = |number: usize| (number > 0).then_some(number);
+        Ok(Some(Wish { scores, tile_m: given(part(4, 12)), shares: given(part(16, 8)) }))
+    }
+
     fn call(&self) -> Result<Call<8>, Refused> {
+        let problem = self.problem()?;
         Ok(Call {
-            problem: Problem::Forward(self.problem()?),
+            problem: match self.wish()? {
+                None => Problem::Forward(problem),
+                Some(wish) => Problem::Wished(problem, wish),
+            },
             packing: self.packing,
             tensors: [
                 Given::strided(Slot::Q, self.q, self.q_stride),
@@ -164,6 +184,12 @@ mod tests {
         assert_eq!(text(promised(1)), of("per-block half-scores", "bf16"));
         assert_eq!(text(promised(2)), "half_scores: 2; allowed: 0 (nothing promised), 1 (Q and K are 14 at most)");
         assert_eq!(text(given(0, 2)), "o_dtype: 2; allowed: 0 (f16), 1 (bf16)");
+        let wish = |wish| Fp8Args { wish, ..given(2, 1) }.wish().map_err(|Refused(_, text)| text);
+        assert_eq!(wish(0), Ok(None));
+        assert_eq!(wish(1), Ok(Some(Wish { scores: Some(DType::F16), tile_m: None, shares: None })));
+        let all = Wish { scores: Some(DType::F32), tile_m: Some(128), shares: Some(3) };
+        assert_eq!(wish(2 + 16 * 128 + 65536 * 3), Ok(Some(all)));
+        assert!(wish(3).unwrap_err().starts_with("wish: 3; allowed: scores"));
     }
 
     #[test]

@@ -385,7 +385,7 @@ fn long_distances() {
         // In the half the query stands at the last key of it, half of all keys nearer.
         let shift = f64::from(*slope) * (keys / 2) as f64;
         let [a, b] = [f64::from(early.lse[head]) - shift, f64::from(late.lse[head])];
-        let lse = a.max(b) + ((a - b).abs() * -1.0).exp().ln_1p();
+        let lse = a.max(b) + (-(a - b).abs()).exp().ln_1p();
         let o = f64::from(early.o[head]) * (a - lse).exp() + f64::from(late.o[head]) * (b - lse).exp();
         assert!((lse - f64::from(all.lse[head])).abs() < 2e-6 * lse.abs().max(1.0), "{lse} {}", all.lse[head]);
         assert!((o - f64::from(all.o[head])).abs() < 1e-5, "{o} {}", all.o[head]);

@@ -1,6 +1,7 @@
 //! Descale factors that are no positive numbers: what docs/fp8.md says of them.
 
-use hopper_attention::{DType, KernelInfo, Mask, MaskClass, Scaling, Workspace, bf16};
+use hopper_attention::internal::plan_with_shares;
+use hopper_attention::{DType, ForwardPlan, ForwardProblem, KernelInfo, Mask, MaskClass, Scaling, Workspace, bf16};
 use hopper_attention_tests::data::Input;
 use hopper_attention_tests::fp8::{Operands, for_row, forget_dust};
 use hopper_attention_tests::gpu::Gpu;
@@ -32,6 +33,17 @@ fn operands(row: &KernelInfo) -> Operands {
     operands.with_factors_times(Input::Q, (1 << 20) as f32).with_factors_times(Input::K, 1.0 / (1 << 20) as f32)
 }
 
+/// Plans of each row: of whole tiles, and where they can be shared, also with 2, 3 and 8 shares. (There are four blocks of keys.)
+fn plans(gpu: &Gpu) -> Vec<(KernelInfo, usize)> {
+    let shares =
+        |row: &KernelInfo| [1, 2, 3, 8].into_iter().filter(|&shares| shares <= row.most_shares()).collect::<Vec<_>>();
+    gpu.fp8_rows().into_iter().flat_map(|row| shares(&row).into_iter().map(move |shares| (row, shares))).collect()
+}
+
+fn planned(gpu: &Gpu, problem: &ForwardProblem, row: &KernelInfo, shares: usize) -> ForwardPlan {
+    plan_with_shares(problem, &gpu.device, row, shares).unwrap()
+}
+
 /// A factor that is negative, infinite or NaN makes NaN of O of the rows that keep a key of its block, and of their LSE if it is of
 /// Q or K. So does one of K whose product with Q's is too large for f32. None has an effect on other rows.
 #[test]
@@ -39,10 +51,10 @@ fn a_bad_factor_makes_nan_of_its_rows_alone() {
     let Some(gpu) = Gpu::open("a_bad_factor_makes_nan_of_its_rows_alone (e4m3)") else { return };
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let (mut spoilt_rows, mut other_rows, mut wrong) = (0, 0, Vec::new());
-    for row in gpu.fp8_rows() {
+    for (row, shares) in plans(&gpu) {
         let clean = operands(&row);
         let problem = clean.problem().clone();
-        let plan = problem.plan_with_row(&gpu.device, &row).unwrap();
+        let plan = planned(&gpu, &problem, &row, shares);
         let mut run = |operands: &Operands| {
             let on_device = OnDevice::new(&gpu.stream, operands);
             on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap().output(&problem)
@@ -103,9 +115,9 @@ fn factors_of_zero_make_zeros() {
     let Some(gpu) = Gpu::open("factors_of_zero_make_zeros (e4m3)") else { return };
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
     let mut wrong = Vec::new();
-    for row in gpu.fp8_rows() {
+    for (row, shares) in plans(&gpu) {
         let clean = operands(&row);
-        let plan = clean.problem().plan_with_row(&gpu.device, &row).unwrap();
+        let plan = planned(&gpu, clean.problem(), &row, shares);
         let mut check = |what: &str, operands: &Operands| {
             let on_device = OnDevice::new(&gpu.stream, operands);
             let written = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap();

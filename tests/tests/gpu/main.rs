@@ -15,6 +15,7 @@ mod edges;
 mod fp8;
 mod fp8_factors;
 mod fp8_long;
+mod fp8_shares;
 mod fp8_streams;
 mod green;
 mod grid;

@@ -85,7 +85,9 @@ fn every_e4m3_row_takes_sinks() {
             let splits = |row: &KernelInfo| turn + 1 < all.len() || row.split_bytes() > 0;
             let plan = |(i, row)| {
                 let problem = for_row(problem.clone(), row);
-                let plan = problem.plan_with_row(&gpu.device, row).ok()?;
+                // Where tiles can be shared they are, by 1 to 8 CTAs in turn. (Those that are split are not shared.)
+                let shares = if turn + 1 < all.len() { 1 + turn % row.most_shares() } else { 1 };
+                let plan = plan_with_shares(&problem, &gpu.device, row, shares).ok()?;
                 splits(row).then_some((i, problem, plan))
             };
             (case, rows.iter().enumerate().filter_map(plan).collect::<Vec<_>>())

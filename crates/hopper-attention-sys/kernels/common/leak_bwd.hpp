@@ -266,7 +266,7 @@ struct RepairGradients {
     }
     Statistics const of_query = statistics(head, query);
     int const begin = first_key(query);
-    int const end = of_query.is_empty() ? begin : keys_end(query);
+    int end = keys_end(query);
     if (of_query.has_nan() && begin < end) {
       make_nan(d_q, query, range, old);
       return;
@@ -274,6 +274,7 @@ struct RepairGradients {
     if (!any_nan(old)) {
       return;
     }
+    end = of_query.is_empty() ? begin : end;
     int const kv_head = head / (params.heads_q / params.heads_kv);
     Sums sums;
     Sums unused;

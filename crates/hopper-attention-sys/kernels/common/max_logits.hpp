@@ -40,16 +40,18 @@ struct LargestScores {
 
 CUTE_DEVICE bool wants_max_logits(FwdParams const& params) { return params.max_logits.address != 0; }
 
-// A warp's block of scores, whose masked ones are -inf. A thread's rows are `row` and `row + 8` of `queries`. Rows past
-// the last query have scores, too, which do not count. `largest`: the warp's.
-template <int kColumns, class Scores>
-CUTE_DEVICE void see_scores(Scores const& scores, int row, int queries, LargestScores const& largest) {
+// A warp's block of scores, whose masked ones are -inf. A thread's rows are `row_of_lane()` and 8 after it, of
+// `queries`. Rows past the last query have scores, too, which do not count. `largest`: the warp's.
+template <int kColumns, class Scores, class Row>
+CUTE_DEVICE void see_scores(Scores const& scores, Row const& row_of_lane, int queries, LargestScores const& largest) {
   float max[2] = {-INFINITY, -INFINITY};
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 2; ++i) {
     float& of_row = max[i / 2 % 2];
     of_row = fmaxf(of_row, scores(i));
   }
+  asm volatile("" : "+f"(max[0]), "+f"(max[1]));  // what follows is not there before
+  int const row = row_of_lane();
   float const first = row < queries ? max[0] : -INFINITY;
   float const second = row + 8 < queries ? max[1] : -INFINITY;
   int const most = ordered(__float_as_int(fmaxf(first, second)));

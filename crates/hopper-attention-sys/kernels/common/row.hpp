@@ -14,7 +14,7 @@
 // - *chunk*: some of a block's rows, where a warp takes a block in several steps.
 // - *step*: one visit of a block (backward), in one query head.
 // - *share*: some of a tile's work, where several CTAs work on it, or two warpgroups (sm90/fwd/shares.hpp,
-//   sm90/bwd/share.hpp).
+//   sm90/fp8/shares.hpp, sm90/bwd/share.hpp).
 // - *way*: which of two warpgroups that share a tile's keys (sm90/fwd).
 // - *strip*: 16 rows of a warp, the height of an mma.sync product.
 // - *part*: some of the columns of a product, where registers do not hold all of them (sm90/fp8).

@@ -72,7 +72,7 @@ pub struct Choice {
     pub grid: i32,
     /// Number of CTAs that share the keys of a tile: at least 1, and at most the kernel's
     /// [`most_shares`](KernelInfo::most_shares). These CTAs are a cluster: the GPU runs them at the same time, and each reads
-    /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`).
+    /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`, `fp8/shares.hpp`).
     ///
     /// Above 1 where tiles are few and visit many blocks of keys. CTAs then draw no tiles.
     pub shares: i32,
@@ -112,9 +112,10 @@ pub struct Choice {
 /// Candidates are the rows that compute the problem on this GPU. (`fitting` finds them. They all have one instruction set: the
 /// one that the problem asks for, or else the newest that the GPU runs.) Candidates are ranked by, in this order:
 /// 1. the smallest head dims;
-/// 2. scores in f16 (only a candidate if the problem allows it: [`half_scores`](crate::ForwardProblemBuilder::half_scores));
-/// 3. the least estimated time (`key_shares.rs` for 16-bit operands on sm90, `sm80_time` on sm80, else `time_weight` and
-///    `border_keys`; padding counts as work);
+/// 2. for e4m3 with a head dim above 128: scores in f16 (only a candidate if the problem allows it:
+///    [`half_scores`](crate::ForwardProblemBuilder::half_scores));
+/// 3. the least estimated time (`key_shares.rs` on sm90, but for e4m3 with a head dim above 128 `time_weight` and `border_keys`;
+///    `sm80_time` on sm80; padding counts as work);
 /// 4. the higher occupancy (CTAs that share a multiprocessor);
 /// 5. the larger tile;
 /// 6. the lower index in the table.
@@ -163,7 +164,8 @@ fn rank(
     gpu: &DeviceFacts,
     row: &KernelInfo,
 ) -> (usize, bool, u128, Reverse<usize>, Reverse<usize>, u32) {
-    let in_f32 = row.scores != DType::F16;
+    // (Where times are known, they tell which type is better.)
+    let in_f32 = row.scores != DType::F16 && !is_fitted(row);
     let time = if is_fitted(row) {
         let work = work(problem, gpu, row);
         let time = if problem.has_lengths() { work.time_of(1) } else { work.best().1 };
@@ -180,9 +182,10 @@ fn rank(
     (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
-/// Whether the time that a kernel takes is known from a fit ([`key_shares`]): those of 16-bit operands on sm90.
+/// Whether the time that a kernel takes is known from a fit ([`key_shares`]): those of sm90, but for e4m3 operands with a head dim
+/// above 128.
 fn is_fitted(row: &KernelInfo) -> bool {
-    row.arch == Arch::Sm90 && row.dtype != DType::E4M3
+    row.arch == Arch::Sm90 && (row.dtype != DType::E4M3 || !is_wide(row))
 }
 
 /// The work of a launch of such a kernel.
@@ -222,8 +225,8 @@ fn sm80_time(row: &KernelInfo, dims: Dims, gpu: &DeviceFacts) -> f64 {
     if tiles <= multiprocessors { alone } else { shared * (tiles / (2.0 * multiprocessors)).max(1.0) }
 }
 
-/// Estimated time for one query and one key, of an e4m3 kernel. The unit is a hundredth of the time that a tile of 192
-/// queries takes for them.
+/// Estimated time for one query and one key, of an e4m3 kernel with a head dim above 128. The unit is a hundredth of the time that
+/// a tile of 192 queries takes for them.
 ///
 /// A tile of 192 queries has three warpgroups, which hide more latency than the two of a tile of 128. On an H100 with long
 /// sequences, tiles of 128 took 9% longer at head dim 64 and 6% longer at head dim 128 (benches/LOG.md, entries 3 and 26).
@@ -254,7 +257,8 @@ fn schedule(
 ) -> Result<Choice> {
     let fallback = if kernel.scores == DType::F16 {
         let in_f32: Vec<KernelInfo> = rows.iter().filter(|row| row.scores != DType::F16).copied().collect();
-        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, None, &[])?;
+        // One share: it starts for nothing nearly always.
+        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, Some(1), &[])?;
         Some(Fallback { kernel: behind.kernel, grid: behind.grid, tile_counter: behind.tile_counter })
     } else {
         None

@@ -219,20 +219,15 @@ fn scores_in_f16_are_for_those_who_ask() {
     for (mask, head_dim) in [(Mask::Full, 64), (Mask::Full, 128), (Mask::causal(), 32), (Mask::causal(), 80)] {
         assert_eq!(taken(mask, head_dim, 4096, false), (DType::F32, if head_dim > 64 { 128 } else { 64 }, 128));
     }
-    // Of two tile sizes the larger one is taken where it is worth the padding, as for other types.
-    let tiles = |mask, head_dim, tiles: [usize; 5]| {
-        let taken = [512, 1024, 2048, 4096, 8192].map(|seqlen| taken(mask, head_dim, seqlen, true));
-        assert_eq!(taken, tiles.map(|tile| (DType::F16, head_dim, tile)));
-    };
-    tiles(Mask::causal(), 64, [128, 128, 192, 192, 192]);
-    tiles(Mask::Full, 128, [128, 128, 192, 192, 192]);
-    tiles(Mask::causal(), 128, [128, 128, 128, 128, 192]);
     // The table has no row for windows with scores in f16.
     assert_eq!(taken(Mask::window(Some(7), Some(0)), 64, 4096, true), (DType::F32, 64, 128));
-    // Rows with scores in f32 are candidates too. They come last.
+    // Rows with scores in f32 are candidates too. They come last where sequences are long, and first where they are short.
     let problem = of(Mask::Full, 64, 4096, true);
-    let scores: Vec<_> = candidates(&problem, &H100, &fp8_rows()).unwrap().iter().map(|row| row.scores).collect();
-    assert_eq!(scores[..3], [DType::F16, DType::F16, DType::F32]);
+    let scores = |problem: &ForwardProblem| {
+        candidates(problem, &H100, &fp8_rows()).unwrap().iter().map(|row| row.scores).collect::<Vec<_>>()
+    };
+    assert_eq!(scores(&problem)[..3], [DType::F16, DType::F16, DType::F32]);
+    assert_eq!(scores(&of(Mask::Full, 64, 512, true))[0], DType::F32);
     assert!(candidates(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()).unwrap().iter().all(|row| row.row < 5));
     assert!(select(&problem, &H100, &fp8_rows()[..1]).is_ok());
     // A kernel with scores in f16 has a fallback with scores in f32. Other kernels have none.
@@ -251,6 +246,62 @@ fn scores_in_f16_are_for_those_who_ask() {
         refused(&of(Mask::Full, 64, 4096, false), &H100, &fp8_rows()[5..]),
         "unsupported: e4m3 operands without half_scores on a GPU; nearest: with half_scores"
     );
+}
+
+/// At points where one of the two was measured to be faster by 3% or more (benches/LOG.md): 16k tokens, as many sequences as that is.
+#[test]
+fn scores_in_f16_are_for_long_sequences() {
+    let chosen = |mask, head_dim: usize, seqlen| {
+        let heads = 2048 / head_dim;
+        let dims = Dims::new(16384 / seqlen, seqlen, heads, head_dim);
+        let problem = ForwardProblem::builder(DType::E4M3, dims).mask(mask).half_scores(true).build().unwrap();
+        let choice = select(&problem, &H100, &fp8_rows()).unwrap();
+        assert_eq!(choice.fallback.is_some(), choice.kernel.scores == DType::F16, "{choice}");
+        (choice.kernel.scores, choice.kernel.tile_m)
+    };
+    let (f32, f16) = ((DType::F32, 128), (DType::F16, 192));
+    for (head_dim, mask, wanted) in [
+        (64, Mask::Full, [(512, f32), (2048, f16), (4096, f16), (16384, f16)]),
+        (64, Mask::causal(), [(512, f32), (1024, f32), (2048, f32), (8192, f16)]),
+        (128, Mask::Full, [(512, f32), (2048, f16), (4096, f16), (16384, f16)]),
+        (128, Mask::causal(), [(512, f32), (1024, f32), (2048, f32), (8192, f16)]),
+    ] {
+        assert_eq!(wanted.map(|(seqlen, _)| (seqlen, chosen(mask, head_dim, seqlen))), wanted, "{head_dim} {mask}");
+    }
+}
+
+/// Few tiles of e4m3: with scores in f32, and shared where a row may be. The launch behind a kernel with scores in f16 has whole tiles.
+#[test]
+fn few_tiles_of_e4m3_have_scores_in_f32_and_are_shared() {
+    let rows: Vec<_> = fp8_rows()
+        .into_iter()
+        .map(|row| KernelInfo { most_shares: if row.scores == DType::F32 { 8 } else { 1 }, ..row })
+        .collect();
+    let problem = |heads, seqlen, head_dim, half| {
+        let dims = Dims::new(1, seqlen, heads, head_dim);
+        ForwardProblem::builder(DType::E4M3, dims).mask(Mask::causal()).half_scores(half).build().unwrap()
+    };
+    for half in [false, true] {
+        let chosen = |heads, seqlen, head_dim| {
+            let choice = select(&problem(heads, seqlen, head_dim, half), &H100, &rows).unwrap();
+            (choice.kernel.scores, choice.kernel.tile_m, choice.shares, choice.grid)
+        };
+        // 64 tiles of up to 16 blocks: 66 clusters of two run at a time. With 8 heads they would take two rounds.
+        assert_eq!(chosen(4, 2048, 64), (DType::F32, 128, 2, 128));
+        assert_eq!(chosen(4, 2048, 128), (DType::F32, 128, 2, 128));
+        assert_eq!(chosen(8, 2048, 128), (DType::F32, 128, 1, 128));
+        assert_eq!(chosen(4, 512, 64), (DType::F32, 128, 4, 64));
+    }
+    let long = problem(16, 8192, 128, true);
+    let choice = select(&long, &H100, &rows).unwrap();
+    let behind = choice.fallback.unwrap();
+    assert_eq!((choice.shares, behind.kernel.most_shares, behind.grid), (1, 8, 132));
+    // Also where the kernel is named, and few tiles would be shared if it were alone.
+    let few = problem(4, 2048, 128, true);
+    let named =
+        rows.iter().find(|row| row.scores == DType::F16 && row.mask == MaskClass::Causal && row.head_dim_qk == 128);
+    let choice = select_row(&few, &H100, named.unwrap(), None, &rows).unwrap();
+    assert_eq!((choice.shares, choice.fallback.unwrap().grid), (1, 64));
 }
 
 #[test]
@@ -330,7 +381,7 @@ fn the_smallest_head_dim_that_has_both_is_taken() {
 #[test]
 fn less_padding_wins_and_then_the_larger_tile() {
     // Kernels whose time is not known from a fit.
-    let row = |index, tile_m| KernelInfo { dtype: DType::E4M3, ..row(index, MaskClass::Full, 128, tile_m) };
+    let row = |index, tile_m| KernelInfo { dtype: DType::E4M3, ..row(index, MaskClass::Full, 256, tile_m) };
     let rows = [row(0, 64), row(1, 192), row(2, 128)];
     let taken = |seqlen_q| {
         let problem = ForwardProblem::builder(DType::E4M3, Dims { seqlen_q, ..DIMS }).build().unwrap();

@@ -221,6 +221,8 @@ impl ForwardProblemBuilder {
     /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements. (Up to head dim 334 the sums
     /// fit. Kernels have smaller ones.)
     ///
+    /// Short sequences and few heads have scores in f32 all the same, which is faster there.
+    ///
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
     /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
     /// computes everything again, and the run takes more than twice as long. Otherwise the second kernel returns at once. The

@@ -160,7 +160,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // spill with what was found by trying.
   static constexpr bool kRegistersShort = kChunks == 1 || (kPacked && (kHeadDimQK == 128 || kMask == MaskClass::Full));
   // The block whose dQ is still to be made waits there, too.
-  static constexpr bool kStoresBlock = kPacked && (kHeadDimQK == 128 || kMask != MaskClass::Full);
+  static constexpr bool kStoresBlock = kPacked && (kHeadDimQK == 128 || kMask == MaskClass::Causal);
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.

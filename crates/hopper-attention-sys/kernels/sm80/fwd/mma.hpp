@@ -253,8 +253,9 @@ struct Mma {
             CUTE_UNROLL
             for (int strip = 0; strip < kStrips; ++strip) {
               auto& strip_scores = scores.strip(strip);
-              see_scores<kTileN>(strip_scores, own_row() + 16 * strip, band.seqlen_q,
-                                 storage.largest[Traits::thread_index() / 32]);
+              see_scores<kTileN>(
+                  strip_scores, [&]() { return own_row() + 16 * strip; }, band.seqlen_q,
+                  storage.largest[Traits::thread_index() / 32]);
             }
           }
         };

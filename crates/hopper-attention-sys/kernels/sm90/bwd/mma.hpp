@@ -269,12 +269,12 @@ struct BwdMma {
         } else {
           modified_block(std::integral_constant<Form, Form::Far>{});
         }
-        return;
-      }
-      mask_scores();
-      CUTE_UNROLL
-      for (int i = 0; i < tS.size(); ++i) {
-        tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
+      } else {
+        mask_scores();
+        CUTE_UNROLL
+        for (int i = 0; i < tS.size(); ++i) {
+          tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
+        }
       }
     };
     // `scale` makes an element of a sum. `see` is given each pair, and gives it back.

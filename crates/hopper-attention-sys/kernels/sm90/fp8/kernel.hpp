@@ -11,7 +11,10 @@
 // scale), and what the block's P V is multiplied by (of V). The latter is relative to largest_v, the largest descale
 // factor of V's head. O is multiplied by largest_v at the end.
 //
-// A row may have a second kernel, for sequences whose lengths the device knows (common/sequences.hpp). It draws its
+// Rows with scores in f32 have a second kernel up to head dim 128, without a window: there the CTAs of a cluster share
+// the keys of a tile (shares.hpp). A CTA computes one share and ends.
+//
+// A row may have one more, for sequences whose lengths the device knows (common/sequences.hpp). It draws its
 // tiles from their table. Key blocks and factors per block begin with the sequence, and no tile is split.
 //
 // Roles
@@ -138,7 +141,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Fp8Mma<Traits>{params, band, storage, warpgroup - 1}.run();
+    if constexpr (Traits::kShares) {
+      Fp8Mma<Traits>{params, band, storage, warpgroup - 1}.run_share();
+    } else {
+      Fp8Mma<Traits>{params, band, storage, warpgroup - 1}.run();
+    }
   }
 }
 

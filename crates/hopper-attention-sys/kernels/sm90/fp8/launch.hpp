@@ -20,6 +20,9 @@ Status fp8_prepare() noexcept {
     status = is_ok(status) ? prepare_schedule() : status;
     status = is_ok(status) ? prepare_kernel(fp8_fwd_kernel<Packed>, Packed::kSmemBytes) : status;
   }
+  if constexpr (Traits::kMostShares > 1) {
+    status = is_ok(status) ? prepare_kernel(fp8_fwd_kernel<Fp8SharedTraits<Traits>>, Traits::kSmemBytes) : status;
+  }
   return status;
 }
 
@@ -151,6 +154,13 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   int const split_units = params.split_tiles * Split::units_of(params.seqlen_kv);
   kernel.segment_units = split_units / params.grid;
   kernel.longer_segments = split_units % params.grid;
+  if constexpr (Traits::kMostShares > 1) {
+    if (params.shares > 1) {
+      start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.shares},
+                   fp8_fwd_kernel<Fp8SharedTraits<Traits>>, kernel, map_q, map_k, map_v);
+      return to_status(cudaGetLastError());
+    }
+  }
   // A fallback row may start while the last CTAs of the row before it run.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

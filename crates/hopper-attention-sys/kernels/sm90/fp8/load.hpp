@@ -102,6 +102,9 @@ struct Fp8Load {
         break;
       }
       visit(tile, q);
+      if constexpr (Traits::kShares) {
+        break;  // a CTA has one tile
+      }
     }
   }
 
@@ -224,7 +227,7 @@ struct Fp8Load {
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
         storage.k_full[k.stage].wait(k.parity);
-        if (visit == draws_at) {
+        if (!Traits::kShares && visit == draws_at) {
           draw();
         }
         range_check.look_at_keys(storage.k[k.stage], visits.block(visit));
@@ -269,7 +272,9 @@ struct Fp8Load {
       int const head = tile.head / params.heads_per_kv_head;
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       first_factor_q(params, tile) + tile.block * Traits::kTileM / Traits::kScaleBlock);
-      if (!Traits::kIsPacked || keys_of(params, tile) > 0) {
+      // (A share may have no block.)
+      if (!(Traits::kShares || Traits::kIsPacked) ||
+          (Traits::kShares ? visits.has(visits.first()) : keys_of(params, tile) > 0)) {
         if constexpr (kEarly) {
           prefetch_factor(params.descale_k, tile.batch, head,
                           first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));

@@ -157,6 +157,52 @@ struct Fp8Mma {
     }
   }
 
+  // The same for one share of one tile (shares.hpp). Then the CTA ends.
+  CUTE_DEVICE void run_share() {
+    Turns::begin(consumer);
+    enter_tile();
+    storage.q_full[0].wait(0);  // also without a block: a CTA must not end while a copy to it is under way
+    float sums[2] = {0.0F, 0.0F};
+    float largest_v = 1.0F;
+    if (visits.has(visits.first())) {
+      BlockFactors const factors = await_keys();
+      Turns::wait(consumer);
+      issue_scores();
+      Turns::pass(consumer);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+      first_softmax(factors);
+      visit_blocks();
+      Turns::wait(consumer);
+      issue_output();
+      Turns::pass(consumer);
+      softmax.finish(sums);
+      largest_v = storage.largest_v[0];
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrT);
+      add_part<kLastPart>();
+    } else {
+      softmax.reference[0] = softmax.reference[1] = -INFINITY;
+      clear(tOrO);
+    }
+    Tile const tile = storage.tile[0];
+    bool found = false;
+    if (Fp8Shares<Traits>::join(storage, softmax.reference, sums, divisor, largest_v, tOrO)) {
+      found = Fp8Epilogue<Traits>::run(params, tile, consumer, softmax.reference, sums, divisor, largest_v, tOrO);
+    }
+    typename Traits::Leak& leak = storage.leak[Traits::consumer_thread_index() / 32];
+    if (kMask != MaskClass::Full && found) {
+      note_leak(leak, tile, sums);
+    }
+    await_readers();
+    // (The last thing, as what is rare lies far in the code.)
+    if constexpr (kMask != MaskClass::Full) {
+      if (found) {
+        repair_rows<Traits>(params, leak, consumer * 64 + Traits::thread_index() / 32 * 16);
+      }
+    }
+  }
+
  private:
   // Registers are short where a tile's record is long: there it lies in shared memory.
   struct InMemory {};

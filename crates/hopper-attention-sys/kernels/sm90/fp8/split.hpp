@@ -32,6 +32,7 @@
 #include "common/memory.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
+#include "sm90/fp8/shares.hpp"
 #include "sm90/fp8/traits.hpp"
 
 namespace hattn::sm90 {
@@ -68,6 +69,9 @@ struct Fp8Split {
   CUTE_DEVICE static Tile next(Fp8KernelParams const& params, Fp8Scheduler const& scheduler, int round,
                                Segment volatile& segment, Piece& piece) {
     piece = {0, 0};
+    if constexpr (Traits::kShares) {
+      return scheduler.tile(Fp8Shares<Traits>::tile());
+    }
     if (!Traits::kSplits || params.split_tiles == 0) {
       return scheduler.tile(scheduler.draw(round));
     }

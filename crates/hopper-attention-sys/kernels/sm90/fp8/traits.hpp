@@ -10,6 +10,7 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
+#include "sm90/cluster.hpp"
 #include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -163,9 +164,9 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
                                   (kConsumers == 3 ? kHeadDimQK == 128 : kScores == Scores::F32);
 
   // Whether the next tile's scores have to wait until O is written: partial sums, or all of a wide O, pass through more
-  // registers than are left beside them. (So do a packed tile's lengths under a causal mask at head dim 192/128.)
+  // registers than are left beside them. (So do a packed tile's lengths under a mask at head dim 192/128.)
   static constexpr bool kScoresWait = kSplits || kHeadDimVO > 128 ||
-                                      (kPacked && kHeadDimQK > 128 && kMask == MaskClass::Causal);
+                                      (kPacked && kHeadDimQK > 128 && kMask != MaskClass::Full);
 
   // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
@@ -176,6 +177,15 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   using Scheduler = cute::conditional_t<kPacked, PackedScheduler, Fp8Scheduler>;
   using Leak = Fp8Leak<TileRecord>;
   using TileBand = cute::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
+
+  // Whether this kernel's CTAs share tiles, and the most CTAs that may share one: 8 is the largest cluster that a
+  // kernel may have without asking for more. A row has a second kernel for that (shares.hpp).
+  //
+  // That is for launches of few tiles. They are short, so that checking the range of scores in f16, and the launch
+  // behind, cost more than f16 brings: only rows with scores in f32 have it.
+  static constexpr bool kShares = false;
+  static constexpr int kMostShares =
+      !kPacked && kScores == Scores::F32 && kMask != MaskClass::Window && kHeadDimQK <= 128 ? 8 : 1;
 
   // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
   // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
@@ -269,6 +279,20 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448);
+};
+
+// The traits of a row's kernel in which the CTAs of a cluster share a tile's keys (shares.hpp).
+template <class Row>
+struct Fp8SharedTraits : SharedTraits<Row> {
+  static constexpr bool kSplits = false;
+  static_assert(Row::kScores == Scores::F32 && !Row::kIsPacked && Row::kParts == 1);
+
+  // The key blocks that this CTA visits of a tile. There may be none.
+  CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block, Piece const&) {
+    KeyVisits visits = KeyVisits::of<Row::kMask, Row::kTileM, Row::kTileN>(band, m_block);
+    visits.keep_share(cluster_share(), cluster_shares());
+    return visits;
+  }
 };
 
 CUTE_DEVICE float const& factor(TensorDesc const& factors, int batch, int head, int block) {

@@ -230,7 +230,7 @@ struct Mma {
     auto see_largest = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (wants_max_logits(params)) {
-          see_scores<Traits::kTileN>(tSrS, own_row_anew(), queries_of(scalars, storage.tile[q.stage]),
+          see_scores<Traits::kTileN>(tSrS, own_row_anew, queries_of(scalars, storage.tile[q.stage]),
                                      storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
         }
       }

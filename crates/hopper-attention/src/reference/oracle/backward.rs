@@ -46,6 +46,8 @@ pub struct SinkNoise {
     pub of_delta: f64,
     /// The sum of the magnitudes of the terms.
     pub magnitude: f64,
+    /// What is lost where weights are too small for f32 and become 0, and where the gradient itself does.
+    pub flushed: f64,
     /// The number of rows that have a part in it.
     pub terms: usize,
 }
@@ -57,6 +59,7 @@ impl SinkNoise {
             deviation: self.deviation.hypot(other.deviation),
             of_delta: self.of_delta + other.of_delta,
             magnitude: self.magnitude + other.magnitude,
+            flushed: self.flushed + other.flushed,
             terms: self.terms + other.terms,
         }
     }
@@ -479,6 +482,7 @@ impl Exact<'_> {
                     deviation: p * row.delta_noise.hypot(p_noise * row.delta),
                     of_delta: p * row.delta_alike,
                     magnitude: (p * row.delta).abs(),
+                    flushed: f64::from(f32::MIN_POSITIVE) * (1.0 + row.delta.abs()),
                     terms: 1,
                 });
             }

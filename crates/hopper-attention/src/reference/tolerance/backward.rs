@@ -158,11 +158,11 @@ impl BackwardExpected {
                 got: &got[head..=head],
                 exact: &exact[head..=head],
                 plain: &plain[head..=head],
-                deviation: vec![ROUNDING * noise.deviation + of_sums],
+                deviation: vec![ROUNDING * noise.deviation + of_sums + noise.flushed],
                 along: 0.0,
                 alike: vec![0.0],
                 systematic: vec![noise.of_delta],
-                floor: FLOOR * (noise.deviation + of_sums),
+                floor: FLOOR * (noise.deviation + of_sums) + noise.flushed,
                 ulps: 2.0 * U32 * exact[head].abs(),
             });
         }
