@@ -106,12 +106,12 @@ def dense(p):
     return {**{name: x for name, x in p.items() if name != "packed"}, "batch": batch, "seqlen": seqlen, "beside": True}
 
 
-def slopes(p, torch):
-    """ALiBi's slopes of a point, f32 [heads_q] on the GPU: 2^(-8 h / heads) of head h, from 1 on. None if it has none."""
+def slopes(p, torch, device="cuda"):
+    """ALiBi's slopes of a point, f32 [heads_q]: 2^(-8 h / heads) of head h, from 1 on. None if it has none."""
     if not p.get("alibi"):
         return None
     heads = p["heads_q"]
-    return torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], dtype=torch.float32, device="cuda")
+    return torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], dtype=torch.float32, device=device)
 
 
 def biased(p, scores, head, own, torch):

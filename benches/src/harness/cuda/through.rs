@@ -164,8 +164,9 @@ pub(super) struct Backward<'a, T> {
 
 /// For one point.
 struct Ready<T> {
-    /// What the arguments point to besides the inputs: O, the LSE, scratch, offsets and slopes.
-    _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>, Option<CudaSlice<f32>>),
+    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes.
+    _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
+    _slopes: Option<CudaSlice<f32>>,
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
     args: BackwardArgs,
@@ -238,7 +239,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
         let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
         args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
-        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets, slopes), gradients, args });
+        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), _slopes: slopes, gradients, args });
         Ok(())
     }
 
