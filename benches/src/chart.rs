@@ -81,7 +81,7 @@ pub fn charts(report: &Report) -> Result<Vec<Chart>> {
 fn title(result: &PointReport) -> String {
     let p = &result.point;
     let grouped = if p.group() == 1 { String::new() } else { format!(", {} query heads a key head", p.group()) };
-    let (packed, inputs) = (p.packed_words() + &p.named_softcap(", "), p.named_inputs(", inputs "));
+    let (packed, inputs) = (p.packed_words() + &p.named_scores(", "), p.named_inputs(", inputs "));
     let (pass, mask) = (p.direction.word(), p.mask_name());
     format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{packed}{inputs}", p.dtype, p.head_dims())
 }
