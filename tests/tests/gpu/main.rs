@@ -5,6 +5,7 @@
 mod accuracy;
 mod allocations;
 mod backward;
+mod by_type;
 mod capi;
 mod capi_fp8;
 mod capture;
