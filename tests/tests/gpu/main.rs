@@ -6,6 +6,7 @@ mod accuracy;
 mod alibi;
 mod allocations;
 mod backward;
+mod by_type;
 mod capi;
 mod capi_fp8;
 mod capture;
