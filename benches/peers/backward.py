@@ -40,7 +40,8 @@ class EntryBackward:
         tensors.update(zip(NAMES, self.gradients))
         self.offsets = self.library.offsets(p, torch)
         stream = torch.cuda.current_stream().cuda_stream
-        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets)
+        self.slopes = self.library.slopes(p, torch)
+        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets, self.slopes)
         self.given = given  # what the addresses lead to
         code, need = self.library.backward_workspace(self.args)
         self.refuse(code)
@@ -112,8 +113,8 @@ def saved(p, q, k, v, forwards, judge, torch):
 
 def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
-    if "softcap" in p:
-        raise RuntimeError("it has no softcap")
+    if "softcap" in p or p.get("alibi"):
+        raise RuntimeError("it has no softcap and no ALiBi here")
     if entry.lengths(p) is not None:
         return flash_saved_packed(p, q, k, v, torch)
     if p.get("window") is not None:
@@ -152,25 +153,27 @@ def oracle(p, q, k, v, d_o, torch):
         heads = range(kv * group, (kv + 1) * group)
         of = lambda x, rows, heads: x[b, rows, heads.start : heads.stop].transpose(0, 1).double()
         one = range(kv, kv + 1)
-        parts = [exact(p, of(q, x, heads), of(k, x, one)[0], of(v, x, one)[0], of(d_o, x, heads), torch) for x in sequences]
+        sides = [(of(q, x, heads), of(k, x, one)[0], of(v, x, one)[0], of(d_o, x, heads)) for x in sequences]
+        parts = [exact(p, *side, torch, heads.start) for side in sides]
         d_q, d_k, d_v = zip(*parts)
         out.append((b, kv, heads, torch.cat(d_q, 1), torch.cat(d_k), torch.cat(d_v)))
     return out
 
 
-def exact(p, q, keys, values, d_o, torch):
-    """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64."""
+def exact(p, q, keys, values, d_o, torch, first_head=0):
+    """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64. `first_head`: that of q."""
     s, queries, scale = keys.size(0), q.size(1), 1.0 / math.sqrt(p["head_dim"])
     columns = torch.arange(s, device=q.device)
-    own = columns[s - queries :] if p["causal"] else columns  # of each query: the last sees the last key
+    own = torch.arange(queries, device=q.device) + (s - queries)  # of each query: the last sees the last key
     d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
     d_q = []
-    for of_head, d_o_of_head in zip(q, d_o):
+    for head, (of_head, d_o_of_head) in enumerate(zip(q, d_o), first_head):
         chunks = []
         for first in range(0, queries, CHUNK):
             rows = slice(first, first + CHUNK)
             some, gradient = of_head[rows], d_o_of_head[rows]
             scores, slope = entry.capped(p, scale * some @ keys.T, torch)
+            scores = entry.biased(p, scores, head, own[rows], torch)
             if p["causal"]:
                 before = own[rows, None] - columns[None, :]
                 scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))

@@ -40,16 +40,19 @@ def fields(addresses, tensors, more=(), newer=()):
 class Args(ctypes.Structure):
     """hattn_peer_fwd_args; test_sweep.py checks its size and offsets against the header's."""
 
-    _fields_ = fields(["q", "k", "v", "o", "lse"], ["q", "k", "v", "o"])
+    _fields_ = [*fields(["q", "k", "v", "o", "lse"], ["q", "k", "v", "o"]), ("alibi_slopes", ctypes.c_void_p)]
 
 
 class BackwardArgs(ctypes.Structure):
     """hattn_peer_bwd_args. A test compares it with the header."""
 
-    _fields_ = fields(
-        ["q", "k", "v", "o", "d_o", "lse", "d_q", "d_k", "d_v"],
-        ["q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"],
-    )
+    _fields_ = [
+        *fields(
+            ["q", "k", "v", "o", "d_o", "lse", "d_q", "d_k", "d_v"],
+            ["q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"],
+        ),
+        ("alibi_slopes", ctypes.c_void_p),
+    ]
 
 
 class Fp8Args(ctypes.Structure):
@@ -103,7 +106,24 @@ def dense(p):
     return {**{name: x for name, x in p.items() if name != "packed"}, "batch": batch, "seqlen": seqlen, "beside": True}
 
 
-def filled(kind, p, tensors, lse, stream, offsets=None):
+def slopes(p, torch, device="cuda"):
+    """ALiBi's slopes of a point, f32 [heads_q]: 2^(-8 h / heads) of head h, from 1 on. None if it has none."""
+    if not p.get("alibi"):
+        return None
+    heads = p["heads_q"]
+    return torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], dtype=torch.float32, device=device)
+
+
+def biased(p, scores, head, own, torch):
+    """Scores of a head that are not masked yet with the point's biases, if it has any. `own`: the keys that the queries of the rows
+    stand at, of keys from 0 on."""
+    if not p.get("alibi"):
+        return scores
+    distance = (own[:, None] - torch.arange(scores.size(-1), device=scores.device)[None, :]).abs()
+    return scores - 2.0 ** (-8.0 * (head + 1) / p["heads_q"]) * distance
+
+
+def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None):
     """The arguments of a point: tensors by name, logically [batch, seqlen, heads, head_dim]; scratch is the caller's to add."""
     a = kind()
     a.struct_bytes = ctypes.sizeof(kind)
@@ -122,6 +142,8 @@ def filled(kind, p, tensors, lse, stream, offsets=None):
     a.window_left, a.window_right = (-1, -1) if window is None else (window, 0)
     a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
     a.softcap = p.get("softcap", 0)
+    if slopes is not None:
+        a.alibi_slopes = slopes.data_ptr()
     a.stream = stream
     return a
 
@@ -161,6 +183,8 @@ class Library:
         self.packs = packs is not None and packs() == 1
         caps = getattr(self._handle, "hattn_peer_caps", None)
         self.caps = caps is not None and caps() == 1
+        biases = getattr(self._handle, "hattn_peer_biases", None)
+        self.biases = biases is not None and biases() == 1
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
@@ -173,6 +197,12 @@ class Library:
         if lengths(p) is not None and not self.packs:
             raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_packs")
         return offsets(p, torch)
+
+    def slopes(self, p, torch):
+        """`slopes` of a point; raises a RuntimeError where it has some and this library knows nothing of that."""
+        if p.get("alibi") and not self.biases:
+            raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_biases")
+        return slopes(p, torch)
 
     def forward(self, args):
         """Enqueues the forward that `args` describes; returns the status code."""

@@ -41,7 +41,7 @@ enum {
 /* corner: the offset is seqlen_kv - seqlen_q, or 0. */
 enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
-/* Packed sequences are the last fields of every struct of arguments. A null `cu_seqlens` means that there are none, and
+/* Packed sequences are at the end of every struct of arguments. A null `cu_seqlens` means that there are none, and
    so does a struct that ends before it. With it:
    - `batch` is the number of sequences, and seqlen_q and seqlen_kv the number of all their rows together;
    - tensors are [rows, heads, head_dim] and the LSE is [heads_q, rows]; the batch of a stride triple has no meaning;
@@ -51,6 +51,11 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
 /* softcap: scores are softcap * tanh(scale * Q K^T / softcap), before the mask; 0: they are not capped. The sweep gives
    a cap only to libraries that export hattn_peer_caps. */
+
+/* alibi_slopes, after the packed sequences: the score of query i and key j loses
+   alibi_slopes[head] * |i + seqlen_kv - seqlen_q - j|, after the cap and before the mask. Of packed sequences it is the
+   distance within the sequence. Null, or a struct that ends before it: there are no biases. The sweep gives slopes only
+   to libraries that export hattn_peer_biases. e4m3 operands have none. */
 
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head
@@ -86,6 +91,7 @@ typedef struct hattn_peer_fwd_args {
   int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */
+  float const* alibi_slopes; /* device address of heads_q numbers, or null */
 } hattn_peer_fwd_args;
 
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
@@ -134,6 +140,7 @@ typedef struct hattn_peer_bwd_args {
   int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */
+  float const* alibi_slopes; /* device address of heads_q numbers, or null */
 } hattn_peer_bwd_args;
 
 /* Optional: enqueues one backward on the current device, by the rules of hattn_peer_fwd. It may add up dQ in any order,
@@ -194,6 +201,9 @@ int hattn_peer_fwd_fp8(hattn_peer_fwd_fp8_args const* args);
 
 /* Optional: 1 if hattn_peer_fwd, and hattn_peer_bwd if there is one, take a softcap. */
 int hattn_peer_caps(void);
+
+/* Optional: 1 if hattn_peer_fwd, and hattn_peer_bwd if there is one, take alibi_slopes. */
+int hattn_peer_biases(void);
 
 /* Optional: 1 if all functions that this library exports take packed sequences. */
 int hattn_peer_packs(void);

@@ -19,6 +19,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import backward
 import entry
+import flex
 import fp8
 import inputs
 
@@ -65,7 +66,9 @@ class Entry:
         self.o = entry.like_output(p, q, torch).fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], entry.queries(p)), float("nan"), dtype=torch.float32, device="cuda")
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
-        self.args = entry.filled(entry.Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream, self.offsets)
+        self.slopes = self.library.slopes(p, torch)
+        stream = torch.cuda.current_stream().cuda_stream
+        self.args = entry.filled(entry.Args, p, tensors, self.lse, stream, self.offsets, self.slopes)
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
     def context(self):
@@ -98,9 +101,10 @@ def refuse_dims(name, p):
 
 
 def refuse_softcap(name, p):
-    """Raises a RuntimeError where a peer that has no cap of the scores is asked for one."""
-    if "softcap" in p:
-        raise RuntimeError(f"{entry.STATUS[2]}: {name} has no softcap")
+    """Raises a RuntimeError where a peer that has no cap of the scores, and no biases, is asked for one."""
+    for what in ("softcap", "alibi"):
+        if p.get(what):
+            raise RuntimeError(f"{entry.STATUS[2]}: {name} has no {what}")
 
 
 class Sdpa:
@@ -193,9 +197,15 @@ class Flash:
             self.function, self.qkv = self.varlen, tuple(x.squeeze(0) for x in self.qkv)
             self.keywords.update(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
         if "softcap" in p:
-            if "softcap" not in inspect.signature(self.function).parameters:
-                refuse_softcap(self.package, p)
+            self.refuse_without("softcap")
             self.keywords["softcap"] = float(p["softcap"])
+        if p.get("alibi"):
+            self.refuse_without("alibi_slopes")
+            self.keywords["alibi_slopes"] = entry.slopes(p, self.torch)
+
+    def refuse_without(self, option):
+        if option not in inspect.signature(self.function).parameters:
+            raise RuntimeError(f"{entry.STATUS[2]}: {self.package} has no {option}")
 
     def context(self):
         return contextlib.nullcontext()
@@ -204,48 +214,6 @@ class Flash:
         out = self.function(*self.qkv, **self.keywords)
         out = out[0] if isinstance(out, (tuple, list)) else out
         return out.unsqueeze(0) if self.packed else out
-
-
-class Flex:
-    """PyTorch's FlexAttention, compiled, with the cap of the scores as its score_mod. It is asked at points with a cap alone."""
-
-    name, role, lse = "flex", "peer", None
-
-    def __init__(self, torch):
-        flex = importlib.import_module("torch.nn.attention.flex_attention")
-        self.torch, self.block_mask = torch, flex.create_block_mask
-        self.attend = torch.compile(flex.flex_attention, dynamic=False)
-
-    def origin(self):
-        return {"file": "torch.nn.attention.flex_attention", "version": self.torch.__version__}
-
-    def prepare(self, p, q, k, v):
-        if entry.lengths(p) is not None:
-            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives FlexAttention no packed sequences")
-        queries, keys = entry.queries(p), p["seqlen"]
-        # Views, as SDPA's.
-        self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
-        self.keywords = {"score_mod": self.score(float(p["softcap"])), "enable_gqa": p["heads_q"] != p["heads_kv"]}
-        if p["causal"]:
-            kept = self.kept(keys - queries, p.get("window"))
-            self.keywords["block_mask"] = self.block_mask(kept, None, None, queries, keys, device=q.device)
-
-    def score(self, cap):
-        tanh = self.torch.tanh
-        return lambda score, batch, head, query, key: cap * tanh(score / cap)
-
-    @staticmethod
-    def kept(shift, window):
-        """The last query sees the last key."""
-        if window is None:
-            return lambda batch, head, query, key: query + shift >= key
-        return lambda batch, head, query, key: (query + shift >= key) & (query + shift - key <= window)
-
-    def context(self):
-        return contextlib.nullcontext()
-
-    def call(self):
-        return self.attend(*self.qkv, **self.keywords).transpose(1, 2)
 
 
 def version_of(*packages):
@@ -311,8 +279,8 @@ def load(job, torch):
                 missing.append({"name": name, "role": role, "error": sentence(error)})
     if job["python_peers"]:
         packages = python_peers(torch)
-        if any("softcap" in p for p in job.get("points", ())):
-            packages["flex"] = lambda: Flex(torch)
+        if any("softcap" in p or p.get("alibi") for p in job.get("points", ())):
+            packages["flex"] = lambda: flex.Flex(torch)
         for name, make in packages.items():
             if any(x.name == name for x in found):
                 continue  # a shared object stands for it
@@ -370,6 +338,7 @@ def oracle(p, q, k, v, torch):
         kv = h // (p["heads_q"] // p["heads_kv"])
         scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
         scores, _ = entry.capped(p, scores, torch)
+        scores = entry.biased(p, scores, h, rows + (keys - s), torch)
         if p["causal"]:
             before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
             scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))

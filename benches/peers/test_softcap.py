@@ -15,10 +15,13 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 import backward
 import entry
+import flex
 import sweep
 
 POINT = {"direction": "fwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 16, "causal": True, "seqlen": 12, "batch": 1}
 CAPPED = {**POINT, "softcap": 2}
+BIASED = {**POINT, "alibi": True}
+BOTH = {**CAPPED, "alibi": True}
 # Its forward answers with the cap.
 CAPS = """
 #include "hattn_peer.h"
@@ -47,6 +50,21 @@ class Peers(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "unsupported problem: stub exports no hattn_peer_caps"):
                 other.offsets(CAPPED, None)
 
+    def test_a_library_gets_slopes_if_it_says_that_it_takes_them(self):
+        source = CAPS.replace("(int)args->softcap", "args->alibi_slopes == (float const*)64")
+        tensor = types.SimpleNamespace(data_ptr=lambda: 64, stride=lambda: (3, 2, 1, 1))
+        args = [entry.filled(entry.Args, BIASED, dict.fromkeys("qkvo", tensor), tensor, None, None, x) for x in (None, tensor)]
+        made = types.SimpleNamespace(tensor=lambda numbers, **_: numbers, float32=None)
+        with tempfile.TemporaryDirectory() as folder:
+            own = library(source + "int hattn_peer_biases(void) { return 1; }", folder)
+            self.assertEqual([own.forward(a) for a in args], [0, 1])
+            self.assertEqual((own.slopes(POINT, made), own.slopes(BIASED, made)), (None, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))
+        with tempfile.TemporaryDirectory() as folder:
+            other = library(source, folder)
+            self.assertIsNone(other.slopes(POINT, made))
+            with self.assertRaisesRegex(RuntimeError, "unsupported problem: stub exports no hattn_peer_biases"):
+                other.slopes(BIASED, made)
+
     def test_packages_get_it_if_their_function_has_it(self):
         def with_cap(q, k, v, causal=False, softcap=0.0):
             return causal, softcap
@@ -60,15 +78,17 @@ class Peers(unittest.TestCase):
         for x in (without, object.__new__(sweep.Sdpa), object.__new__(sweep.SdpaFlash)):
             with self.assertRaisesRegex(RuntimeError, f"{entry.STATUS[2]}: .* has no softcap"):
                 x.prepare(CAPPED, 1, 2, 3)
+            with self.assertRaisesRegex(RuntimeError, f"{entry.STATUS[2]}: .* has no alibi"):
+                x.prepare(BIASED, 1, 2, 3)
 
     def test_flex_attention_takes_part_where_there_is_a_cap(self):
         made = []
-        with mock.patch.object(sweep, "python_peers", lambda torch: {}), mock.patch.object(sweep, "Flex", made.append):
-            for p in (POINT, CAPPED):
+        with mock.patch.object(sweep, "python_peers", lambda torch: {}), mock.patch.object(flex, "Flex", made.append):
+            for p in (POINT, CAPPED, BIASED):
                 job = {"ours": [], "peers": [], "python_peers": True, "points": [p]}
-                self.assertEqual(len(sweep.load(job, "torch")[0]), int("softcap" in p))
-        self.assertEqual(made, ["torch"])
-        kept = sweep.Flex.kept(3, None), sweep.Flex.kept(3, 2)
+                self.assertEqual(len(sweep.load(job, "torch")[0]), int(p is not POINT))
+        self.assertEqual(made, ["torch"] * 2)
+        kept = flex.Flex.kept(3, None), flex.Flex.kept(3, 2)
         self.assertEqual([[key for key in range(9) if keeps(0, 0, 1, key)] for keeps in kept], [[0, 1, 2, 3, 4], [2, 3, 4]])
 
 
@@ -89,11 +109,14 @@ class Oracles(unittest.TestCase):
         scores = q @ k.mT / math.sqrt(16)
         if "softcap" in p:
             scores = 2 * torch.tanh(scores / 2)
+        if "alibi" in p:
+            distance = (torch.arange(12)[:, None] - torch.arange(12)[None, :]).abs()
+            scores = scores - torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])[:, None, None] * distance
         keep = torch.ones(12, 12, dtype=torch.bool).tril()
         return (scores.masked_fill(~keep, -math.inf).softmax(-1) @ v).transpose(1, 2)
 
     def test_gradients_are_those_of_capped_scores(self):
-        for p in (POINT, CAPPED):
+        for p in (POINT, CAPPED, BIASED, BOTH):
             want = self.torch.autograd.grad(self.exact(p), (self.q, self.k, self.v), self.d_o)
             with self.torch.no_grad():
                 made = backward.oracle(p, self.q, self.k, self.v, self.d_o, self.torch)
@@ -102,15 +125,16 @@ class Oracles(unittest.TestCase):
                     self.torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
 
     def test_flex_attention_computes_them(self):
-        flex = object.__new__(sweep.Flex)
+        peer = object.__new__(flex.Flex)
         with contextlib.suppress(ImportError):
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-            flex.torch, flex.block_mask, flex.attend = self.torch, create_block_mask, flex_attention
+            peer.torch, peer.block_mask, peer.attend = self.torch, create_block_mask, flex_attention
             with self.torch.no_grad():
                 qkv = [x.float() for x in (self.q, self.k, self.v)]
-                flex.prepare(CAPPED, *qkv)
-                self.torch.testing.assert_close(flex.call().double(), self.exact(CAPPED), rtol=1e-4, atol=1e-5)
+                for p in (CAPPED, BIASED, BOTH):
+                    peer.prepare(p, *qkv)
+                    self.torch.testing.assert_close(peer.call().double(), self.exact(p), rtol=1e-4, atol=1e-5)
             return
         self.skipTest("torch has no FlexAttention")
 

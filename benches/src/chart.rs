@@ -4,6 +4,7 @@
 
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
+use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
@@ -81,7 +82,7 @@ pub fn charts(report: &Report) -> Result<Vec<Chart>> {
 fn title(result: &PointReport) -> String {
     let p = &result.point;
     let grouped = if p.group() == 1 { String::new() } else { format!(", {} query heads a key head", p.group()) };
-    let (packed, inputs) = (p.packed_words() + &p.named_softcap(", "), p.named_inputs(", inputs "));
+    let (packed, inputs) = (p.packed_words() + &p.named_scores(", "), p.named_inputs(", inputs "));
     let (pass, mask) = (p.direction.word(), p.mask_name());
     format!("Attention {pass}, {}, head dim {}, {mask} mask{grouped}{packed}{inputs}", p.dtype, p.head_dims())
 }
@@ -149,24 +150,9 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
         } else {
             0
         };
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID.light)
-            .axis_style(GRID.light)
-            .x_labels(points.len())
-            .x_label_formatter(&length)
-            .y_label_formatter(&|y| format!("{y:.decimals$}"))
-            .label_style(style(16, FAINT))
-            .axis_desc_style(style(16, FAINT))
-            .x_desc(if points[0].point.family().contains("-ragged") {
-                "lengths of sequences"
-            } else {
-                "sequence length"
-            })
-            .y_desc("TFLOP/s")
-            .draw()?;
+        let is_ragged = points[0].point.family().contains("-ragged");
+        let lengths = if is_ragged { "lengths of sequences" } else { "sequence length" };
+        draw_axes(&mut chart, points.len(), [&length, &|y| format!("{y:.decimals$}")], [lengths, "TFLOP/s"])?;
 
         let mut names: Vec<(i32, String, Paint)> = Vec::new();
         if let Some(&end) = roofline.last() {
@@ -227,20 +213,7 @@ pub(crate) fn draw_ratios(
         write_titles(&root, title, about)?;
         let mut chart = framed(&root).build_cartesian_2d(-0.25..last + 0.25, (lowest - 0.05)..(highest + 0.05))?;
         let name = |x: &f64| place(*x).and_then(|at| places.get(at)).cloned().unwrap_or_default();
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID.light)
-            .axis_style(GRID.light)
-            .x_labels(places.len())
-            .x_label_formatter(&name)
-            .y_label_formatter(&|y| format!("{y:.1}"))
-            .label_style(style(16, FAINT))
-            .axis_desc_style(style(16, FAINT))
-            .x_desc("sequence length")
-            .y_desc("their time / ours")
-            .draw()?;
+        draw_axes(&mut chart, places.len(), [&name, &|y| format!("{y:.1}")], ["sequence length", "their time / ours"])?;
         let even = [(-0.25, 1.0), (last + 0.25, 1.0)];
         chart.draw_series(DashedLineSeries::new(even, 6, 5, ROOFLINE.light.stroke_width(2)))?;
         let mut names: Vec<(i32, String, Paint)> = Vec::new();
@@ -259,7 +232,32 @@ pub(crate) fn draw_ratios(
     Ok(themed(svg, &lines, title))
 }
 
-type Root<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+type Root<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Plot<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+/// The axes of a chart of so many places: the words of places and of values, and what both are.
+fn draw_axes(
+    chart: &mut Plot<'_, '_>,
+    places: usize,
+    [x, y]: [&dyn Fn(&f64) -> String; 2],
+    [x_is, y_is]: [&str; 2],
+) -> Result<()> {
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(GRID.light)
+        .axis_style(GRID.light)
+        .x_labels(places)
+        .x_label_formatter(x)
+        .y_label_formatter(y)
+        .label_style(style(16, FAINT))
+        .axis_desc_style(style(16, FAINT))
+        .x_desc(x_is)
+        .y_desc(y_is)
+        .draw()?;
+    Ok(())
+}
 
 /// The ground of a chart, its title, and what it is about.
 fn write_titles(root: &Root<'_>, title: &str, about: &str) -> Result<(), Box<dyn std::error::Error>> {
@@ -269,7 +267,7 @@ fn write_titles(root: &Root<'_>, title: &str, about: &str) -> Result<(), Box<dyn
     Ok(())
 }
 
-/// A chart below its titles, with room for labels and for the names of lines.
+/// A chart below its titles, with space for labels and for the names of lines.
 fn framed<'a, 'b>(root: &'a Root<'b>) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
     let mut builder = ChartBuilder::on(root);
     builder.margin_top(66).margin_left(8).margin_bottom(8).margin_right(NAMES);
@@ -288,7 +286,7 @@ fn style(size: u32, paint: Paint) -> TextStyle<'static> {
 
 /// The names beside the ends of their lines, moved apart where the lines end close together.
 fn write_names(
-    root: &DrawingArea<SVGBackend<'_>, Shift>,
+    root: &Root<'_>,
     x: i32,
     mut names: Vec<(i32, String, Paint)>,
 ) -> Result<(), Box<dyn std::error::Error>> {

@@ -41,6 +41,8 @@ pub struct Args {
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
     pub packing: Packing,
+    /// Null where there is no ALiBi, and where a caller was compiled before there was.
+    pub alibi_slopes: *const f32,
 }
 
 /// What all structs of arguments end with: where packed sequences begin. All 0 where nothing is packed, and where a
@@ -111,7 +113,7 @@ impl Numbers {
 }
 
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
-const _: () = assert!(size_of::<Args>() == 240 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<Args>() == 248 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
 
 /// The size that the struct came with.
@@ -197,6 +199,12 @@ pub extern "C" fn hattn_peer_caps() -> c_int {
     1
 }
 
+/// 1: the functions of this library take ALiBi's slopes.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_peer_biases() -> c_int {
+    1
+}
+
 /// One forward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -213,8 +221,9 @@ pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
 }
 
 impl Args {
-    fn call(&self) -> Result<Call<5>, Refused> {
+    fn call(&self) -> Result<Call<6>, Refused> {
         let options = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.lse(!self.lse.is_null());
+        let options = options.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
         Ok(Call {
             problem: Problem::Forward(options.build()?),
             packing: self.packing,
@@ -224,6 +233,7 @@ impl Args {
                 Given::strided(Slot::V, self.v, self.v_stride),
                 Given::strided(Slot::O, self.o, self.o_stride),
                 Given::contiguous(Slot::Lse, self.lse),
+                Given::contiguous(Slot::AlibiSlopes, self.alibi_slopes),
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,

@@ -8,7 +8,8 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use anyhow::{Context as _, Result, ensure};
-use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask};
+use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask, Slot};
+use hopper_attention_verify::alibi::standard;
 use hopper_attention_verify::inputs::Class;
 use serde::{Deserialize, Serialize};
 
@@ -155,6 +156,9 @@ pub struct Point {
     /// The cap of the scores, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<u32>,
+    /// Whether scores have ALiBi's biases, with the slopes of models.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub alibi: bool,
     /// What Q, K and V hold.
     #[serde(default, skip_serializing_if = "Class::is_normal")]
     pub inputs: Class,
@@ -252,7 +256,7 @@ impl Point {
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
     /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
-    /// length, or not), `-softcap50` where scores are capped, and `-peaky` where inputs are not normal.
+    /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have biases, and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
@@ -262,7 +266,7 @@ impl Point {
             Some(Packed { kind: Kind::Equal(_), .. }) => "-packed".into(),
             Some(_) => format!("-ragged{}", thousands(self.seqlen)),
         };
-        let (softcap, inputs) = (self.named_softcap("-"), self.named_inputs("-"));
+        let (softcap, inputs) = (self.named_scores("-"), self.named_inputs("-"));
         let more = format!("{grouped}{lopsided}{packed}{softcap}{inputs}");
         format!("{direction}-{dtype}-d{head_dims}-{}{more}", self.mask_name())
     }
@@ -276,9 +280,10 @@ impl Point {
         }
     }
 
-    /// `softcap50` after a separator, or nothing where scores are not capped.
-    pub fn named_softcap(&self, separator: &str) -> String {
-        self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"))
+    /// `softcap50` and `alibi` after a separator, or nothing where scores have neither.
+    pub fn named_scores(&self, separator: &str) -> String {
+        let softcap = self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"));
+        softcap + &if self.alibi { format!("{separator}alibi") } else { String::new() }
     }
 
     /// The class of the inputs after a separator, or nothing where they are normal.
@@ -374,14 +379,25 @@ impl Point {
         self.softcap.map_or(0.0, |cap| cap as f32)
     }
 
-    /// The score of a query and a key with this product, and what its gradient is multiplied by: in f64, from the definition.
-    pub(crate) fn score(&self, product: f64) -> [f64; 2] {
+    /// The score of a query and a key of a head with this product, and what its gradient is multiplied by: in f64, from the
+    /// definition.
+    pub(crate) fn score(&self, product: f64, [head, query, key]: [usize; 3]) -> [f64; 2] {
         let (score, cap) = (product / (self.head_dim as f64).sqrt(), f64::from(self.cap()));
-        if cap == 0.0 {
-            return [score, 1.0];
-        }
-        let t = (score / cap).tanh();
-        [cap * t, 1.0 - t * t]
+        let (score, slope) = if cap == 0.0 {
+            (score, 1.0)
+        } else {
+            let t = (score / cap).tanh();
+            (cap * t, 1.0 - t * t)
+        };
+        // The last query stands at the last key. Packed sequences have as many queries as keys.
+        let distance = (query + self.seqlen) as f64 - (self.seqlen_q() + key) as f64;
+        let bias = self.slopes().map_or(0.0, |slopes| f64::from(slopes[head]) * distance.abs());
+        [score - bias, slope]
+    }
+
+    /// ALiBi's slopes, `[heads_q]`: those of models. `None` where there are none.
+    pub(crate) fn slopes(&self) -> Option<Vec<f32>> {
+        self.alibi.then(|| standard(self.heads_q).map(|slope| slope as f32).collect())
     }
 
     /// The forward problem, with the LSE: every training forward writes it, and so do the peers.
@@ -399,6 +415,7 @@ impl Point {
             (true, Some(keys)) => Mask::window(Some(keys), Some(0)),
         };
         let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
+        let options = options.operand(Slot::AlibiSlopes, self.alibi);
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),
@@ -466,13 +483,13 @@ impl Point {
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
 /// and Q and K of 192 with V of 128 are `d192x128`.
-/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`. Where inputs are not normal, their
+/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, biases `alibi`. Where inputs are not normal, their
 /// class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self { direction, dtype, heads_q, heads_kv, .. }, head_dims) = (self, self.head_dims());
         let (mask, lengths) = (self.mask_name(), self.lengths());
-        let more = self.named_softcap("/") + &self.named_inputs("/");
+        let more = self.named_scores("/") + &self.named_inputs("/");
         let (s, batch) = (if self.packed.is_some() { "" } else { "s" }, self.sequences());
         write!(f, "{direction}/{dtype}/d{head_dims}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{more}")
     }

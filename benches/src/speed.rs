@@ -314,7 +314,7 @@ fn families<'a>(points: &[&'a PointReport]) -> Vec<Vec<&'a PointReport>> {
 /// What the points of a family have in common, the pass aside.
 fn words(p: &Point) -> String {
     let grouped = if p.group() == 1 { String::new() } else { format!(", GQA {}", p.group()) };
-    let (packed, inputs) = (p.packed_words() + &p.named_softcap(", "), p.named_inputs(", "));
+    let (packed, inputs) = (p.packed_words() + &p.named_scores(", "), p.named_inputs(", "));
     format!("{}, head dim {}, {}{grouped}{packed}{inputs}", p.dtype, p.head_dims(), p.mask_name())
 }
 

@@ -52,6 +52,8 @@ pub struct Sweep {
     pub packed: Vec<usize>,
     /// The cap of the scores of all points. Not with e4m3 operands.
     pub softcap: Option<u32>,
+    /// Whether the scores of all points have ALiBi's biases. Not with e4m3 operands.
+    pub alibi: bool,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
 }
@@ -96,6 +98,7 @@ impl Sweep {
             quarter: false,
             packed: vec![],
             softcap: None,
+            alibi: false,
             filters: vec![],
         }
     }
@@ -121,6 +124,10 @@ impl Sweep {
         ensure!(
             self.softcap.is_none() || !self.dtypes.contains(&Precision::E4m3),
             "--softcap with --dtypes e4m3: e4m3 operands have no cap; allowed: --dtypes bf16,f16"
+        );
+        ensure!(
+            !self.alibi || !self.dtypes.contains(&Precision::E4m3),
+            "--alibi with --dtypes e4m3: e4m3 operands have no ALiBi; allowed: --dtypes bf16,f16"
         );
         ensure!(
             self.packed.is_empty() || self.inputs.iter().all(Class::is_normal),
@@ -155,8 +162,9 @@ impl Sweep {
                 }
             }
         }
+        let (softcap, alibi) = (self.softcap, self.alibi);
         let of_class =
-            |&inputs| normal.iter().map(move |point: &Point| Point { inputs, softcap: self.softcap, ..point.clone() });
+            |&inputs| normal.iter().map(move |point: &Point| Point { inputs, softcap, alibi, ..point.clone() });
         let mut points: Vec<Point> = self.inputs.iter().flat_map(of_class).collect();
         points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
         ensure!(
@@ -215,10 +223,10 @@ impl Sweep {
             };
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let (inputs, softcap) = (Class::Normal, None);
+                let (inputs, softcap, alibi) = (Class::Normal, None, false);
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi,
                 };
                 points.push(point.checked()?);
             }
@@ -262,10 +270,10 @@ impl Sweep {
         let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
-            let (inputs, packed, softcap) = (Class::Normal, None, None);
+            let (inputs, packed, softcap, alibi) = (Class::Normal, None, None, false);
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi,
             };
             points.push(point.checked()?);
         }
@@ -324,6 +332,18 @@ mod tests {
         assert!(json.contains("\"softcap\":50") && serde_json::from_str::<Point>(&json).unwrap() == point);
         let refused = Sweep { dtypes: vec![Precision::E4m3], ..sweep }.points().unwrap_err().to_string();
         assert!(refused.starts_with("--softcap with --dtypes e4m3"), "{refused}");
+        let sweep = Sweep { alibi: true, softcap: Some(50), seqlens: vec![512], ..Sweep::papers() };
+        let point = &sweep.points().unwrap()[0];
+        assert_eq!(point.to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32/softcap50/alibi");
+        assert_eq!(point.family(), "fwd-bf16-d64-full-softcap50-alibi");
+        assert!(point.problem().unwrap().alibi().is_some() && point.backward_problem().is_ok());
+        // Head 1 of 32 has the slope 2^-0.5. The last query stands at the last key.
+        let [near, far] = [500, 0].map(|key| point.score(0.0, [1, 500, key])[0]);
+        assert!(near == 0.0 && (far + 500.0 * 0.5f64.sqrt()).abs() < 1e-4, "{far}");
+        let json = serde_json::to_string(point).unwrap();
+        assert!(json.contains("\"alibi\":true") && serde_json::from_str::<Point>(&json).unwrap() == *point);
+        let refused = Sweep { alibi: true, dtypes: vec![Precision::E4m3], ..Sweep::papers() }.points().unwrap_err();
+        assert!(refused.to_string().starts_with("--alibi with --dtypes e4m3"), "{refused}");
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub mod gpu;
 pub mod gradients;
 pub mod layers;
 pub mod long;
+pub mod modifiers;
 pub mod mutations;
 pub mod packed;
 pub mod problems;

@@ -1,34 +1,27 @@
 //! Cases with a cap of the scores, and ways in which a kernel may get it wrong.
 
+use hopper_attention::BackwardProblem;
 use hopper_attention::reference::{BackwardPlain, Tensor};
-use hopper_attention::{BackwardProblem, Mask};
 use hopper_attention_verify::case::random::{CAPS, capped};
 
+use crate::modifiers::{PACKINGS, SIZES, dense, masks, packed};
 use crate::mutations::places;
-use crate::packing::{Kind, Packing};
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
-
-fn masks() -> [Mask; 4] {
-    [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(9)), Mask::window(Some(127), Some(0))]
-}
 
 /// Every cap with every mask, scores that it hardly bends and scores that it cuts off: short and long rows, rows without keys, no
 /// keys at all, many keys for few queries, with sinks and without.
 pub fn cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    let sizes = [(197, 290), (300, 140), (1, 700), (64, 1500), (130, 1), (40, 0)];
     for &(head_dim, head_dim_vo) in
         grid.pick(&[(64, 64), (128, 128)][..], &[(64, 64), (128, 128), (72, 72), (96, 96), (256, 256), (192, 128)])
     {
         for (mask, cap) in masks().into_iter().flat_map(|mask| CAPS.map(|cap| (mask, cap))) {
-            for (seqlen_q, seqlen_kv) in sizes {
+            for size in SIZES {
                 let turn = cases.len();
-                let case = Case::new(seqlen_q, seqlen_kv, head_dim, mask).head_dim_vo(head_dim_vo);
-                let case = case.heads(1 + turn % 2, 6, [1, 2, 6][turn % 3]);
+                let case = dense(turn, size, head_dim, mask).head_dim_vo(head_dim_vo);
                 let mut case = capped(case, (cap, turn % 7 < 4));
                 case.sinks = if turn % 5 == 0 { Sinks::Normal } else { Sinks::None };
-                case.seed = turn as u64 / 2;
                 case.lse = turn % 11 != 0;
                 cases.push(case);
             }
@@ -39,24 +32,14 @@ pub fn cases(grid: Grid) -> Vec<Case> {
 
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
-    let both = [true; 2];
-    let packings = [
-        Kind { packed: both, used: [false; 2], fill_gaps: true },
-        Kind { packed: both, used: both, fill_gaps: false },
-        Kind { packed: [false; 2], used: [false, true], fill_gaps: true },
-    ];
     let mut cases = Vec::new();
     for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
         for (mask, cap) in masks().into_iter().flat_map(|mask| CAPS.map(|cap| (mask, cap))) {
-            for kind in packings {
+            for kind in PACKINGS {
                 let turn = cases.len();
-                let batch = if kind.packed == both { [4, 13, 70, 1200][turn % 4] } else { 3 };
-                let rows = if kind.packed == both { 700 } else { 150 };
-                let case = Case::new(rows, rows, head_dim, mask).heads(batch, 4, [1, 2, 4][turn % 3]);
+                let case = packed(turn, kind, head_dim, mask);
                 let mut case = capped(case, (cap, turn % 7 < 4));
                 case.sinks = if turn % 5 == 0 { Sinks::Mixed } else { Sinks::None };
-                case.seed = turn as u64 / 2;
-                case.packing = Packing::random(kind, batch, [rows; 2], case.seed);
                 cases.push(case);
             }
         }

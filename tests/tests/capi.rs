@@ -164,7 +164,7 @@ fn slopes_and_maximum_logits_are_refused_by_name_through_c() {
     let text = "alibi: -1; allowed: HATTN_ALIBI_NONE (0), HATTN_ALIBI_PER_HEAD (1), HATTN_ALIBI_PER_BATCH (2)";
     assert_eq!(refused(&|p| p.alibi = -1), text);
     assert!(refused(&|p| p.max_logits = 2).starts_with("max_logits: 2"));
-    let text = refused(&|p| (p.dtype, p.max_logits) = (HATTN_E4M3, 0));
+    let text = refused(&|p| (p.dtype, p.output, p.max_logits) = (HATTN_E4M3, 0, 0));
     assert!(text.contains("alibi with e4m3 operands"), "{text}");
     let prepared = Prepared::<f32>::new(&case);
     let mut outputs = prepared.outputs();
@@ -349,7 +349,7 @@ fn bad_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
          4096 if the fields that this library does not know are 0",
     );
     refused(|p| p.abi_version = 0, HATTN_ERROR_ABI, "problem: abi_version 0; allowed: 1");
@@ -499,7 +499,7 @@ fn bad_backward_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160 (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168 (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
          the fields that this library does not know are 0",
     );
     refused(|p| p.d_lse = 2, HATTN_ERROR_ARGUMENT, "d_lse: 2; allowed: 0 (not given), 1 (given)");

@@ -17,25 +17,22 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(23).collect()
 }
 
-fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
+fn take<P: Ready>(what: &str, cases: &[Case]) {
     let mut runner = Runner::new([what]);
-    let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
-    for (case, verdict) in cases.iter().zip(verdicts) {
-        runner.take(0, case, DType::BF16, verdict);
-    }
+    runner.take_cpu::<P>(0, cases);
     runner.finish();
 }
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &some(0));
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &some(1));
+    take::<Prepared<f32>>("cpu f32", &some(0));
+    take::<Prepared<bf16>>("cpu bf16", &some(1));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &some(2));
-    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &some(3));
+    take::<backward::Prepared<f32>>("cpu f32 backward", &some(2));
+    take::<backward::Prepared<f16>>("cpu f16 backward", &some(3));
 }
 
 #[test]
@@ -47,7 +44,13 @@ fn fp8_keeps_the_tolerance() {
         let (o, lse) = operands.run();
         Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
     };
-    take("cpu e4m3", scaled, &some(4));
+    let mut runner = Runner::new(["cpu e4m3"]);
+    let cases = some(4);
+    let verdicts: Vec<_> = cases.par_iter().map(scaled).collect();
+    for (case, verdict) in cases.iter().zip(verdicts) {
+        runner.take(0, case, DType::E4M3, verdict);
+    }
+    runner.finish();
 }
 
 /// A kernel that takes another sink, of one head, fails: by O and by the LSE, and by the gradient of the sink.
@@ -104,6 +107,6 @@ fn random_cases_keep_the_tolerance() {
             Case { sinks, ..random::packed(case, packing) }
         })
         .collect();
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
+    take::<Prepared<bf16>>("cpu bf16", &drawn);
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
 }

@@ -1,13 +1,12 @@
 //! Capped scores through the CPU backend, under the tolerance; and what the tolerance must notice.
 
-use hopper_attention::{DType, Mask, bf16, f16};
+use hopper_attention::{Mask, bf16, f16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random::{self, CAPS};
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
+use hopper_attention_tests::runner::{Prepared, Ready, Runner};
 use hopper_attention_tests::softcap::{Mistake, cases, computed, packed_cases};
-use rayon::prelude::*;
 
 /// Every 23rd case, from this one on: 23 divides none of the numbers of sizes, masks and caps, so that these have all of them.
 /// The oracle takes too long for all cases here. The kernels' tests take them.
@@ -16,27 +15,24 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(23).collect()
 }
 
-fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
+fn take<P: Ready>(what: &str, cases: &[Case]) {
     let mut runner = Runner::new([what]);
-    let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
-    for (case, verdict) in cases.iter().zip(verdicts) {
-        runner.take(0, case, DType::BF16, verdict);
-    }
+    runner.take_cpu::<P>(0, cases);
     runner.finish();
 }
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &some(0));
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &some(1));
-    take("cpu f16", |case| Prepared::<f16>::of(case).verdict_on_cpu(), &some(2));
+    take::<Prepared<f32>>("cpu f32", &some(0));
+    take::<Prepared<bf16>>("cpu bf16", &some(1));
+    take::<Prepared<f16>>("cpu f16", &some(2));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &some(3));
-    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &some(4));
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &some(5));
+    take::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
+    take::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
 }
 
 /// What `hattn fuzz` draws has all caps.
@@ -50,10 +46,10 @@ fn random_cases_keep_the_tolerance() {
         random::capped(Case { sinks, ..random::packed(case, packing) }, softcap)
     });
     let drawn: Vec<_> = drawn.filter(|case| case.softcap != 0.0).take(Grid::from_env().pick(15, 30)).collect();
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &drawn);
+    take::<Prepared<bf16>>("cpu bf16", &drawn);
+    take::<Prepared<f32>>("cpu f32", &drawn);
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    take::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
 }
 
 /// A computation without the cap, with a cap after the mask, with another cap or without the derivative fails, and the right one

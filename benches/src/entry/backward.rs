@@ -35,10 +35,12 @@ pub struct BackwardArgs {
     pub workspace: *mut c_void,
     pub workspace_bytes: u64,
     pub packing: Packing,
+    /// As the forward's.
+    pub alibi_slopes: *const f32,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<BackwardArgs>() == 368 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<BackwardArgs>() == 376 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, numbers) == 272);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, stream) == 328);
 
@@ -86,11 +88,12 @@ pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, byt
 
 impl BackwardArgs {
     fn problem(&self) -> Result<Problem, Refused> {
-        let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.build()?;
+        let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?;
+        let forward = forward.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null()).build()?;
         Ok(Problem::Backward(BackwardProblem::builder(&forward).build()?))
     }
 
-    fn call(&self) -> Result<Call<9>, Refused> {
+    fn call(&self) -> Result<Call<10>, Refused> {
         Ok(Call {
             problem: self.problem()?,
             packing: self.packing,
@@ -104,6 +107,7 @@ impl BackwardArgs {
                 Given::strided(Slot::DQ, self.d_q, self.d_q_stride),
                 Given::strided(Slot::DK, self.d_k, self.d_k_stride),
                 Given::strided(Slot::DV, self.d_v, self.d_v_stride),
+                Given::contiguous(Slot::AlibiSlopes, self.alibi_slopes),
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,

@@ -87,6 +87,7 @@ impl<const N: usize> Call<N> {
                 (&[a, b, c], Some([_, token, head])) => {
                     RawTensor::new(address, dtype, place, Layout::with_strides([a, b, c], [token, head, 1])?)
                 }
+                (&[a], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a])?),
                 (&[a, b], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b])?),
                 (&[a, b, c], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b, c])?),
                 (shape, _) => {

@@ -3,7 +3,9 @@
 use std::ffi::{CStr, c_char, c_int};
 
 use super::backward::{Backward, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
-use super::{Args, UNSUPPORTED, hattn_peer_caps, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name};
+use super::{
+    Args, UNSUPPORTED, hattn_peer_biases, hattn_peer_caps, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name,
+};
 use super::{hattn_peer_packs, status_text};
 
 /// Enqueues a forward: `hattn_peer_fwd` of some library.
@@ -11,7 +13,7 @@ pub type Forward = unsafe extern "C" fn(*const Args) -> c_int;
 /// `hattn_peer_name` or `hattn_peer_last_error` of some library.
 pub type Text = unsafe extern "C" fn() -> *const c_char;
 
-/// `hattn_peer_packs` or `hattn_peer_caps` of some library.
+/// `hattn_peer_packs`, `hattn_peer_caps` or `hattn_peer_biases` of some library.
 pub type Packs = unsafe extern "C" fn() -> c_int;
 
 /// Somebody's entry.
@@ -25,6 +27,7 @@ pub struct Entry {
     pub backward_workspace: Option<BackwardWorkspace>,
     packs: Option<Packs>,
     caps: Option<Packs>,
+    biases: Option<Packs>,
     last_error: Option<Text>,
     name: Text,
 }
@@ -38,6 +41,7 @@ impl Entry {
             backward_workspace: Some(hattn_peer_bwd_workspace),
             packs: Some(hattn_peer_packs),
             caps: Some(hattn_peer_caps),
+            biases: Some(hattn_peer_biases),
             last_error: Some(hattn_peer_last_error),
             name: hattn_peer_name,
         }
@@ -67,6 +71,7 @@ impl Entry {
                 name: *library.get::<Text>(b"hattn_peer_name").map_err(missing("hattn_peer_name"))?,
                 packs: library.get::<Packs>(b"hattn_peer_packs").ok().map(|f| *f),
                 caps: library.get::<Packs>(b"hattn_peer_caps").ok().map(|f| *f),
+                biases: library.get::<Packs>(b"hattn_peer_biases").ok().map(|f| *f),
                 last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
                 backward: library.get::<Backward>(b"hattn_peer_bwd").ok().map(|f| *f),
                 backward_workspace: library.get::<BackwardWorkspace>(b"hattn_peer_bwd_workspace").ok().map(|f| *f),
@@ -92,6 +97,12 @@ impl Entry {
         self.caps.is_some_and(|caps| unsafe { caps() } == 1)
     }
 
+    /// Whether its functions take ALiBi's slopes. Others would not look at them.
+    pub fn biases(&self) -> bool {
+        // SAFETY: as above.
+        self.biases.is_some_and(|biases| unsafe { biases() } == 1)
+    }
+
     /// What a status means, with the library's own words where it has some.
     pub fn complaint(&self, status: c_int) -> String {
         let text = status_text(status);
@@ -114,7 +125,7 @@ mod tests {
     #[test]
     fn the_name_is_the_reports() {
         let own = Entry::own();
-        assert_eq!((own.name().as_str(), own.packs(), own.caps()), (crate::NAME, true, true));
+        assert_eq!((own.name().as_str(), own.packs(), own.caps(), own.biases()), (crate::NAME, true, true, true));
     }
 
     #[test]

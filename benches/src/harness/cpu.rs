@@ -8,7 +8,7 @@ pub(super) use backward::Backend as BackwardBackend;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use hopper_attention::reference::{Plain, Tensor, forward_plain_of};
+use hopper_attention::reference::{Modifiers, Plain, Tensor, forward_plain_with};
 use hopper_attention::{
     Args, Device, Element, Float, ForwardPlan, ForwardProblem, Layout, Lengths, SequenceOffsets, Slot, Stream,
     TensorMut, TensorRef, Workspace,
@@ -55,7 +55,7 @@ impl Harness for Cpu {
                 library(
                     NAIVE,
                     Role::Peer,
-                    "hopper_attention::reference: forward_plain_of, and backward_plain_of, which computes the forward again",
+                    "hopper_attention::reference: forward_plain_with, and backward_plain_with, which computes the forward again",
                 ),
             ],
             missing: vec![],
@@ -159,6 +159,16 @@ fn lengths(offsets: &Option<SequenceOffsets>) -> Lengths<'_> {
     Lengths { cu_seqlens_q: offsets, cu_seqlens_kv: offsets, ..Lengths::default() }
 }
 
+/// The modifiers of a point for the reference.
+fn modifiers(slopes: &Option<Vec<f64>>) -> Modifiers<'_> {
+    Modifiers { alibi_slopes: slopes.as_deref(), ..Modifiers::default() }
+}
+
+/// ALiBi's slopes of a point as the reference takes them.
+fn wide_slopes(point: &Point) -> Option<Vec<f64>> {
+    Some(point.slopes()?.into_iter().map(f64::from).collect())
+}
+
 /// The arguments of a run. With offsets the tensors have no batch.
 struct Given<'a> {
     args: Args<'a>,
@@ -166,13 +176,19 @@ struct Given<'a> {
 }
 
 impl<'a> Given<'a> {
-    fn new(offsets: &'a Option<SequenceOffsets>) -> Self {
-        let args = Args::new();
+    fn new(offsets: &'a Option<SequenceOffsets>, slopes: &'a Option<Vec<f32>>) -> hopper_attention::Result<Self> {
+        let args = match slopes {
+            None => Args::new(),
+            Some(slopes) => {
+                let slopes = TensorRef::host(slopes, Layout::contiguous([slopes.len()])?)?;
+                Args::new().read(Slot::AlibiSlopes, slopes)
+            }
+        };
         let args = match offsets {
             None => args,
             Some(offsets) => args.offsets(Slot::CuSeqlensQ, offsets).offsets(Slot::CuSeqlensKv, offsets),
         };
-        Self { args, packed: offsets.is_some() }
+        Ok(Self { args, packed: offsets.is_some() })
     }
 
     fn read<T: Element, const R: usize>(
@@ -217,6 +233,7 @@ pub(super) struct Backend;
 pub(super) struct Planned<P, O> {
     plan: P,
     offsets: Option<SequenceOffsets>,
+    slopes: Option<Vec<f32>>,
     workspace: Workspace<'static>,
     written: O,
 }
@@ -230,12 +247,12 @@ impl<T: Float> Way<T> for Backend {
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let written =
             (memory::filled(task.o.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
-        Ok(Planned { plan, offsets: offsets(task.point)?, workspace, written })
+        Ok(Planned { plan, offsets: offsets(task.point)?, slopes: task.point.slopes(), workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, offsets, workspace, written: (o, lse) } = ready;
-        let given = Given::new(offsets)
+        let Planned { plan, offsets, slopes, workspace, written: (o, lse) } = ready;
+        let given = Given::new(offsets, slopes)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -256,6 +273,7 @@ pub(super) struct Naive;
 pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
     problem: P,
     offsets: Option<SequenceOffsets>,
+    slopes: Option<Vec<f64>>,
     inputs: [Tensor; INPUTS],
     plain: Option<R>,
     layouts: [Layout<4>; OUTPUTS],
@@ -269,12 +287,14 @@ impl<T: Float> Way<T> for Naive {
         probe([&task.q, &task.k, &task.v], [&task.o])?;
         let inputs = [(q, &task.q), (k, &task.k), (v, &task.v)].map(|(x, at)| Tensor::from_strided(x, at));
         let (problem, offsets) = (task.point.problem()?, offsets(task.point)?);
-        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.o] })
+        let slopes = wide_slopes(task.point);
+        Ok(Plainly { problem, offsets, slopes, inputs, plain: None, layouts: [task.o] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
         let [q, k, v] = &ready.inputs;
-        ready.plain = Some(forward_plain_of(&ready.problem, &lengths(&ready.offsets), q, k, v)?);
+        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes));
+        ready.plain = Some(forward_plain_with(&ready.problem, &lengths, [q, k, v], modifiers)?);
         Ok(())
     }
 

@@ -75,6 +75,7 @@ fn problems() -> [Point; 2] {
         queries: None,
         batch: 1,
         softcap: None,
+        alibi: false,
         inputs: Class::Normal,
         packed: None,
     })

@@ -34,9 +34,8 @@ pub const HATTN_CPU: hattn_device = -1;
 /// Which keys a query attends to: HATTN_MASK_FULL, HATTN_MASK_CAUSAL, HATTN_MASK_WINDOW, HATTN_MASK_CHUNKED or
 /// HATTN_MASK_PREFIX. All but the first are aligned to a corner (hattn_corner). The aligned key of query i is the key with
 /// number i + seqlen_kv - seqlen_q (bottom-right) or i (top-left).
-/// A query without keys gets output 0 and log-sum-exp -inf.
-/// A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
-/// infinity, too.
+/// A query without keys gets output 0 and log-sum-exp -inf. A pair of a query and a key that the mask hides has no
+/// effect on any result, whatever the two rows hold: NaN and infinity, too.
 pub type hattn_mask = i32;
 /// Every key.
 pub const HATTN_MASK_FULL: hattn_mask = 0;
@@ -50,8 +49,7 @@ pub const HATTN_MASK_CHUNKED: hattn_mask = 3;
 /// A prefix, and causal behind it: the first window_left keys, and the keys up to the aligned key, with that key.
 pub const HATTN_MASK_PREFIX: hattn_mask = 4;
 
-/// How masks are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT.
-/// The two differ when seqlen_q and seqlen_kv differ.
+/// How masks are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. The two differ when seqlen_q and seqlen_kv differ.
 pub type hattn_corner = i32;
 /// Bottom-right aligned: a causal mask lets query i see keys up to i + seqlen_kv - seqlen_q.
 pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
@@ -85,8 +83,7 @@ pub const HATTN_ARCH_SM90: hattn_arch = 90;
 pub type hattn_scaling = i32;
 /// One factor for each of Q, K and V: [1, 1, 1].
 pub const HATTN_PER_TENSOR: hattn_scaling = 0;
-/// One factor for each sequence and KV head: [batch, heads_kv, 1].
-/// All query heads that read one KV head share one factor of Q.
+/// One factor for each sequence and KV head: [batch, heads_kv, 1]. Query heads that read one KV head share that of Q.
 pub const HATTN_PER_HEAD: hattn_scaling = 1;
 /// One factor for each block of 128 rows of a head. The last block may be shorter.
 /// Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
@@ -123,8 +120,7 @@ pub struct hattn_forward_problem {
     pub struct_size: u32,
     /// HATTN_ABI_VERSION.
     pub abi_version: u32,
-    /// Element type of Q, K and V: HATTN_F16, HATTN_BF16 or HATTN_E4M3. On the CPU also HATTN_F32.
-    /// HATTN_E4M3 operands come with descale factors.
+    /// Element type of Q, K and V: HATTN_F16, HATTN_BF16 or HATTN_E4M3 (with descale factors). On the CPU also HATTN_F32.
     pub dtype: hattn_dtype,
     /// Which keys a query attends to.
     pub mask: hattn_mask,

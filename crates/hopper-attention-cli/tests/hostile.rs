@@ -332,9 +332,11 @@ fn a_header_with_a_key_twice_or_blanks_before_it_is_refused() {
     check(twice).refused(&["bad safetensors header: the key `q` is there twice"]);
 }
 
-/// Runs it with so many KiB of address space.
+/// Runs it with so many KiB of address space. The allocator has one arena: it would reserve 64 MiB for each thread that
+/// allocates, so that what fits would depend on the threads.
 fn limited(kib: usize, arguments: &[&str]) -> Ran {
     let mut command = Command::new("sh");
+    command.env("MALLOC_ARENA_MAX", "1");
     command.args(["-c", &format!(r#"ulimit -v {kib}; exec "$0" "$@""#)]).arg(program()).args(arguments);
     Ran::of(&mut command)
 }
@@ -354,7 +356,7 @@ fn too_little_memory_is_an_error() {
         let ran = limited(90_000, &["check", "--input", input.to_str().expect("UTF-8")]);
         ran.refused(&[".safetensors: ", "out of memory: "]);
     }
-    // Only the output is large. So the inputs fit, whatever address space the allocator takes for its threads.
+    // Only the output is large, so the inputs fit.
     let line = "--seqlen-q 65536 --seqlen-kv 1 --heads-q 8 --head-dim 8 --head-dim-vo 512 --dtype f16";
     let input = folder.random("qkv.safetensors", line);
     let output = folder.path("o.safetensors");

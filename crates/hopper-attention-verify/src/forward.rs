@@ -6,7 +6,7 @@ use hopper_attention::{Args, DType, Device, ForwardProblem, Layout, Slot, Stream
 use crate::alibi::AlibiImage;
 use crate::blocks::BlocksImage;
 use crate::case::Case;
-use crate::data::{Image, Input, Poison, Values};
+use crate::data::{Garbage, Image, Input, Poison, Values};
 use crate::packing::{read, write, write_numbers};
 use crate::ready::{Ready, Verdict};
 use crate::sinks::SinksImage;
@@ -148,15 +148,20 @@ impl<T: Poison> Prepared<T> {
         report.expect("matching shapes")
     }
 
-    /// The maximum logits to be judged. Where rows of garbage have a part, a sum in f32 may overflow or become NaN in its own way.
+    /// The maximum logits to be judged. Where a head sees a row of garbage that is not NaN, its scores count, and the oracle has NaN
+    /// in their place. Then it knows the least that the maximum may be, and nothing more.
     fn max_logits(&self, got: &Image<f32, 1>) -> Vec<f64> {
-        let garbage = matches!(self.case.values, Values::Garbage(..));
-        let exact = self.expected.oracle().max_logits.iter().map(|logit| logit.value);
-        got.values()
-            .into_iter()
-            .zip(exact)
-            .map(|(got, exact)| if garbage && exact > 1e30 { exact } else { got })
-            .collect()
+        let oracle = self.expected.oracle();
+        let exact: Vec<f64> = oracle.max_logits.iter().map(|logit| logit.value).collect();
+        let mut got = got.values();
+        if matches!(self.case.values, Values::Garbage(_, garbage) if garbage != Garbage::Nan) {
+            let [_, heads, queries] = self.problem.lse_shape();
+            for (row, _) in oracle.lse.iter().enumerate().filter(|(_, lse)| lse.is_nan()) {
+                let head = row / queries % heads;
+                got[head] = if got[head] > exact[head] { exact[head] } else { got[head] };
+            }
+        }
+        got
     }
 
     /// The inputs as the oracle reads them.

@@ -8,8 +8,8 @@ use std::ptr::null_mut;
 
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
-    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, Noise, Oracle, Plain, Report, RowScale,
-    SinkNoise, Tensor, tolerance::Figures,
+    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, MaxLogit, Noise, Oracle, Plain, Report,
+    RowScale, SinkNoise, Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
 use proptest::prelude::*;
@@ -44,6 +44,7 @@ macro_rules! types {
 
 types! { OF_THE_CRATE:
     Access is Key;
+    AlibiSlopes is Key;
     Arch is Key;
     Args<'static> is Shared;
     BackwardArgs<'static> is Shared;
@@ -108,6 +109,7 @@ types! { OF_REFERENCE:
     BackwardReport is Data;
     Expected is Data;
     Figures is Data;
+    MaxLogit is Data;
     Noise is Data;
     Oracle is Data;
     Plain is Data;
@@ -143,6 +145,7 @@ const _: () = {
     has_default::<Args<'static>>();
     has_default::<QuantizeArgs<'static>>();
     has_default::<RawArgs>();
+    has_default::<AlibiSlopes>();
     has_default::<Mask>();
     has_default::<Scaling>();
     has_default::<Tuning>();

@@ -7,6 +7,7 @@ mod alibi;
 mod allocations;
 mod backward;
 mod blocks;
+mod by_type;
 mod capi;
 mod capi_fp8;
 mod capture;

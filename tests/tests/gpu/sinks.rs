@@ -3,7 +3,7 @@
 use hopper_attention::internal::plan_with_shares;
 use hopper_attention::reference::Expected;
 use hopper_attention::{
-    DType, Device, ForwardPlan, ForwardProblem, KernelInfo, MaskClass, Scaling, Stream, Workspace, bf16, f16,
+    DType, Device, ForwardPlan, ForwardProblem, KernelInfo, MaskClass, Scaling, Stream, Workspace, bf16,
 };
 use hopper_attention_tests::backward;
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
@@ -16,23 +16,9 @@ use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
 use hopper_attention_tests::sinks::{Sinks, cases, packed_cases};
 use rayon::prelude::*;
 
+use crate::by_type::{BACKWARD, FORWARD, take};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
-
-/// Runs cases through the rows of their type.
-type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
-
-fn take(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], what: &str, [bf16, f16]: [Run; 2]) {
-    assert!(!rows.is_empty());
-    let mut runner = Runner::new(rows);
-    bf16(gpu, rows, cases, &mut runner);
-    f16(gpu, rows, &cases.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>(), &mut runner);
-    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
-    runner.finish();
-}
-
-const FORWARD: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
-const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
 
 #[test]
 fn every_row_takes_sinks() {

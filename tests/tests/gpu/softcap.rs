@@ -1,34 +1,17 @@
 //! Capped scores on a GPU: every row, dense and packed, both passes, and garbage under masks.
 
-use hopper_attention::{
-    BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, MaskClass, Workspace, bf16, f16,
-};
+use hopper_attention::{BackwardProblem, DType, Device, Dims, Error, ForwardProblem, KernelInfo, MaskClass, Workspace};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random::CAPS;
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::runner::Prepared;
 use hopper_attention_tests::softcap::{cases, packed_cases};
 
+use crate::by_type::{BACKWARD, FORWARD, take};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
-
-/// Runs cases through the rows of their type.
-type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
-
-fn take(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], what: &str, [bf16, f16]: [Run; 2]) {
-    assert!(!rows.is_empty());
-    let mut runner = Runner::new(rows);
-    bf16(gpu, rows, cases, &mut runner);
-    f16(gpu, rows, &cases.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>(), &mut runner);
-    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
-    runner.finish();
-}
-
-const FORWARD: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
-/// Every second run of these is deterministic.
-const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
 
 /// The rows that compute some capped problem. Others may exist, which capped problems are never given to.
 fn capping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {

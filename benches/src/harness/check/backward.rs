@@ -17,6 +17,8 @@ pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
 
 /// A query's side of all its pairs.
 struct Query {
+    head: usize,
+    query: usize,
     q: Vec<f64>,
     d_o: Vec<f64>,
     lse: f64,
@@ -33,12 +35,12 @@ impl Query {
             let o = saved.tensors.first().map_or(&[][..], Vec::as_slice);
             (values(o, &task.o, at), saved.lse.get(place).map_or(f64::NAN, |&lse| lse.into()))
         });
-        Self { q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
+        Self { head, query, q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
     }
 
     /// P, dS, and what dS would be at most if its terms did not cancel.
-    fn pair(&self, k: &[f64], v: &[f64], point: &Point) -> [f64; 3] {
-        let [score, slope] = point.score(dot(&self.q, k));
+    fn pair(&self, key: usize, k: &[f64], v: &[f64], point: &Point) -> [f64; 3] {
+        let [score, slope] = point.score(dot(&self.q, k), [self.head, self.query, key]);
         let p = (score - self.lse).exp();
         let d_p = dot(&self.d_o, v);
         [p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta.abs())]
@@ -79,7 +81,7 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
     for key in task.point.keys(query) {
         let at = [batch, key, head / task.point.group()];
         let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
-        let [_, d_s, size] = own.pair(&k, &v, task.point);
+        let [_, d_s, size] = own.pair(key, &k, &v, task.point);
         d_q.add(d_s, size, &k);
     }
     d_q.row(0, at, scale(task))
@@ -94,7 +96,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
     for head in head_kv * group..(head_kv + 1) * group {
         for query in point.queries_of(key) {
             let query = Query::new(task, pool, [batch, query, head]);
-            let [p, d_s, size] = query.pair(&k, &v, point);
+            let [p, d_s, size] = query.pair(key, &k, &v, point);
             d_k.add(d_s, size, &query.q);
             d_v.add(p, p, &query.d_o);
         }

@@ -23,7 +23,7 @@ fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usiz
     let point = task.point;
     let kv_head = head / point.group();
     let q = values(&pool.q, &task.q, [batch, query, head]);
-    let score = |key| point.score(dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head])))[0];
+    let score = |key| point.score(dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head])), [head, query, key])[0];
     let scores: Vec<f64> = point.keys(query).map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();

@@ -1,10 +1,10 @@
 //! The gradients on the CPU: the backend, and the naive computation.
 
 use anyhow::{Context as _, Result};
-use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain_of};
+use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain_with};
 use hopper_attention::{BackwardPlan, BackwardProblem, Device, Float, Layout, Slot, Stream, Workspace};
 
-use super::{Given, NAIVE, Plainly, Planned, Way, lengths, narrow, offsets, probe};
+use super::{Given, NAIVE, Plainly, Planned, Way, lengths, modifiers, narrow, offsets, probe, wide_slopes};
 use crate::harness::contest::{Outputs, Pool, Refusal, Task};
 use crate::{Role, memory};
 
@@ -21,14 +21,14 @@ impl<T: Float> Way<T> for Backend {
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let unwritten = |layout: &Layout<4>| memory::filled(layout.span(), T::from_f32(f32::NAN));
         let written = [unwritten(&task.q)?, unwritten(&task.k)?, unwritten(&task.v)?];
-        Ok(Planned { plan, offsets: offsets(task.point)?, workspace, written })
+        Ok(Planned { plan, offsets: offsets(task.point)?, slopes: task.point.slopes(), workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, offsets, workspace, written: [d_q, d_k, d_v] } = ready;
+        let Planned { plan, offsets, slopes, workspace, written: [d_q, d_k, d_v] } = ready;
         let saved = task.saved()?;
         let o = saved.tensors.first().context("the forward left no O")?;
-        let given = Given::new(offsets)
+        let given = Given::new(offsets, slopes)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -59,11 +59,14 @@ impl<T: Float> Way<T> for Naive {
         let inputs = [(q, &task.q), (k, &task.k), (v, &task.v), (d_o, &task.o)];
         let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
         let (problem, offsets) = (task.point.backward_problem()?, offsets(task.point)?);
-        Ok(Plainly { problem, offsets, inputs, plain: None, layouts: [task.q, task.k, task.v] })
+        let slopes = wide_slopes(task.point);
+        Ok(Plainly { problem, offsets, slopes, inputs, plain: None, layouts: [task.q, task.k, task.v] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
-        ready.plain = Some(backward_plain_of(&ready.problem, &lengths(&ready.offsets), ready.inputs.each_ref(), None)?);
+        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes));
+        let inputs = ready.inputs.each_ref();
+        ready.plain = Some(backward_plain_with(&ready.problem, &lengths, inputs, None, modifiers)?);
         Ok(())
     }
 

@@ -55,6 +55,20 @@ impl<T: Float> Library<'_, T> {
         Ok((Some(offsets), packing))
     }
 
+    /// ALiBi's slopes of a point, if it has any. Refuses them for a library that knows no such thing.
+    fn slopes(&self, point: &Point) -> Result<Option<CudaSlice<f32>>, Refusal> {
+        let Some(slopes) = point.slopes() else { return Ok(None) };
+        if !self.entry.biases() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_biases", self.name)));
+        }
+        Ok(Some(self.stream.clone_htod(&slopes).map_err(anyhow::Error::from)?))
+    }
+
+    /// The address of a tensor that may be missing.
+    fn address_or_null(&self, memory: Option<&CudaSlice<f32>>) -> *const f32 {
+        memory.map_or(std::ptr::null(), |memory| self.address(memory).cast())
+    }
+
     /// What a status of the entry means.
     fn told(&self, status: c_int) -> Result<(), Refusal> {
         match status {
@@ -77,13 +91,15 @@ pub(super) struct Forward<'a, T> {
     o: CudaSlice<T>,
     lse: CudaSlice<f32>,
     offsets: Option<CudaSlice<i32>>,
+    slopes: Option<CudaSlice<f32>>,
     args: Option<Args>,
 }
 
 impl<'a, T: Float> Forward<'a, T> {
     /// With scratch that all libraries share.
     pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
-        Ok(Self { o: library.poisoned(1)?, lse: library.poisoned(1)?, library, workspace, offsets: None, args: None })
+        let (o, lse, offsets, slopes) = (library.poisoned(1)?, library.poisoned(1)?, None, None);
+        Ok(Self { o, lse, library, workspace, offsets, slopes, args: None })
     }
 }
 
@@ -100,6 +116,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
         let library = &self.library;
         let packing;
         (self.offsets, packing) = library.packing(task.point)?;
+        self.slopes = library.slopes(task.point)?;
         self.o = library.poisoned(task.o.span())?;
         self.lse = library.poisoned(task.lse.span())?;
         let mut workspace = self.workspace.borrow_mut();
@@ -121,6 +138,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
             workspace: workspace.device_ptr_mut(&library.stream).0 as *mut c_void,
             workspace_bytes,
             packing,
+            alibi_slopes: library.address_or_null(self.slopes.as_ref()),
         });
         Ok(())
     }
@@ -146,8 +164,9 @@ pub(super) struct Backward<'a, T> {
 
 /// For one point.
 struct Ready<T> {
-    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets.
+    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes.
     _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
+    _slopes: Option<CudaSlice<f32>>,
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
     args: BackwardArgs,
@@ -175,6 +194,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_bwd", library.name)));
         }
         let (offsets, packing) = library.packing(task.point)?;
+        let slopes = library.slopes(task.point)?;
         let (stream, driver, saved) = (&library.stream, anyhow::Error::from, task.saved()?);
         let o = saved.tensors.first().context("the forward left no O")?;
         let o = stream.clone_htod(o).map_err(driver)?;
@@ -208,6 +228,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             workspace: std::ptr::null_mut(),
             workspace_bytes: WORKSPACE_BYTES as u64,
             packing,
+            alibi_slopes: library.address_or_null(slopes.as_ref()),
         };
         if let Some(workspace) = library.entry.backward_workspace {
             let mut bytes = 0;
@@ -218,7 +239,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
         let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
         args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
-        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), gradients, args });
+        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), _slopes: slopes, gradients, args });
         Ok(())
     }
 

@@ -132,6 +132,9 @@ pub struct PointArgs {
     /// Time capped scores: C * tanh(scale * q k / C), with a whole number C. Peers that have no cap are named as such
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub softcap: Option<u32>,
+    /// Time scores with linear biases (ALiBi), with slopes of 2^(-8 h / heads). Peers that have none are named as such
+    #[arg(long)]
+    pub alibi: bool,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
@@ -176,6 +179,7 @@ impl PointArgs {
                 (true, false) => vec![tokens, tokens.saturating_mul(4)],
             },
             softcap: self.softcap,
+            alibi: self.alibi,
             filters: self.filter.clone(),
         }
     }

@@ -432,7 +432,8 @@ struct Leaks {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         row[r] = first_row + strip_row + r;
-        first_key[r] = band.first_key<kMask>(row[r]);
+        // (A window may begin behind the last key.)
+        first_key[r] = cute::min(band.first_key<kMask>(row[r]), band.seqlen_kv);
         keys_end[r] = cute::min(band.seqlen_kv, band.last_key<kMask>(row[r]) + 1);
         keys_end[r] = sound.is_empty(strip_row + r) ? first_key[r] : keys_end[r];
         bool const exists = row[r] < band.seqlen_q && sound.has(strip_row + r);

@@ -1,20 +1,9 @@
 //! ALiBi: what it means, and the operand with its slopes.
 
 use super::forward::{ForwardProblem, ForwardProblemBuilder};
+use super::modifiers::AlibiSlopes;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::operand::{Operand, Slot, SlotSet};
-
-/// Which ALiBi slopes a problem has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum AlibiSlopes {
-    /// One for each query head, which all batches share: `[heads_q]`.
-    #[default]
-    PerHead,
-    /// One for each batch and query head: `[batch, heads_q]`. Where sequences are packed, a batch is a sequence.
-    PerBatch,
-}
+use crate::operand::{Operand, Slot};
 
 impl ForwardProblemBuilder {
     /// Attention with linear biases (ALiBi; default: none): scores fall with the distance of query and key.
@@ -71,19 +60,6 @@ impl ForwardProblem {
             Some(AlibiSlopes::PerBatch) => " alibi per batch",
         }
     }
-}
-
-/// The slopes as a problem holds them.
-///
-/// # Errors
-/// [`Error::Unsupported`] for slopes with e4m3 operands.
-pub(super) fn checked(asked_for: SlotSet, slopes: AlibiSlopes, dtype: DType) -> Result<Option<AlibiSlopes>> {
-    let alibi = asked_for.contains(Slot::AlibiSlopes).then_some(slopes);
-    if alibi.is_some() && dtype == DType::E4M3 {
-        let nearest = "bf16, f16 or f32 operands, or no alibi".into();
-        return Err(Error::Unsupported { wanted: "alibi with e4m3 operands".into(), nearest });
-    }
-    Ok(alibi)
 }
 
 #[cfg(test)]

@@ -2,13 +2,12 @@
 
 use std::fmt;
 
-use super::alibi::AlibiSlopes;
 use super::block_mask::BlockMask;
 use super::dims::Dims;
 use super::fp8::Fp8;
+use super::modifiers::{self, AlibiSlopes};
 use super::packing::{LENGTHS, Packing, batch_of};
 use super::scale::{self, Scale};
-use super::{alibi, max_logits};
 use crate::arch::Arch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -42,7 +41,7 @@ pub struct ForwardProblem {
     /// The optional operands that were asked for.
     asked_for: SlotSet,
     arch: Option<Arch>,
-    sm_margin: usize,
+    pub(super) sm_margin: usize,
     packing: Packing,
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
@@ -66,7 +65,7 @@ pub struct ForwardProblemBuilder {
     pub(super) softcap: f32,
     asked_for: SlotSet,
     arch: Option<Arch>,
-    sm_margin: usize,
+    pub(super) sm_margin: usize,
     packing: Packing,
     output: Option<DType>,
     scaling: Option<Scaling>,
@@ -107,29 +106,6 @@ impl ForwardProblemBuilder {
     /// option. A backward problem made from this one has the same restriction.
     pub fn arch(self, arch: Arch) -> Self {
         Self { arch: Some(arch), ..self }
-    }
-
-    /// The number of multiprocessors of the GPU that the kernels leave to others (default: 0).
-    ///
-    /// Other work needs free multiprocessors to run beside attention, such as the kernels of a collective operation
-    /// (NCCL).
-    ///
-    /// - sm90 kernels have one CTA (thread block) a multiprocessor, which computes one tile after another. With a margin their
-    ///   grid is at most `multiprocessors - sm_margin` CTAs. This holds for 16-bit and e4m3 operands. The margin must leave a
-    ///   multiprocessor.
-    /// - sm80 kernels have a CTA for each tile. They cannot leave a multiprocessor free, so a plan with a margin is refused.
-    /// - On the CPU a margin has no meaning and is ignored. So one problem has plans for both devices.
-    ///
-    /// A backward problem made from this one has the same margin.
-    ///
-    /// The margin holds for the kernels that a plan names. Small kernels do not follow it: those of a backward pass that make
-    /// statistics and convert sums to gradients, the one that makes a table of packed sequences, and those that fill outputs
-    /// where there are no keys, or no sequence. Nor does the
-    /// [`Quantizer`](crate::Quantizer), which takes all multiprocessors.
-    ///
-    /// Which multiprocessors stay free, the GPU decides.
-    pub fn sm_margin(self, multiprocessors: usize) -> Self {
-        Self { sm_margin: multiprocessors, ..self }
     }
 
     /// Packs the sequences of Q, K and V: the same as `packed_q(packed)` and `packed_kv(packed)`.
@@ -280,8 +256,8 @@ impl ForwardProblemBuilder {
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
         let softcap = scale::softcap(softcap, softmax_scale, dtype)?;
-        let alibi = alibi::checked(asked_for, self.alibi, dtype)?;
-        max_logits::check(asked_for, dtype)?;
+        let alibi = modifiers::alibi(asked_for, self.alibi, dtype)?;
+        modifiers::max_logits(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);
         let block_mask = self.block_mask;
         block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, dtype, asked_for))?;
@@ -434,11 +410,6 @@ impl ForwardProblem {
     /// The instruction set that plans are restricted to. `None` where there is no restriction.
     pub fn arch(&self) -> Option<Arch> {
         self.arch
-    }
-
-    /// The number of multiprocessors that the kernels leave to others.
-    pub fn sm_margin(&self) -> usize {
-        self.sm_margin
     }
 
     /// The number of query heads that read one KV head: `heads_q / heads_kv`.

@@ -1,9 +1,7 @@
 //! The largest score of each query head, as an output.
 
 use super::forward::{ForwardProblem, ForwardProblemBuilder};
-use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::operand::{Slot, SlotSet};
+use crate::operand::Slot;
 
 impl ForwardProblemBuilder {
     /// Whether the largest score of each query head is an output: f32, `[heads_q]` (default: no).
@@ -30,18 +28,10 @@ impl ForwardProblem {
     }
 }
 
-/// Refuses the output for operands that do not have it.
-pub(super) fn check(asked_for: SlotSet, dtype: DType) -> Result<()> {
-    if asked_for.contains(Slot::MaxLogits) && dtype == DType::E4M3 {
-        let nearest = "bf16, f16 or f32 operands, or no max_logits".into();
-        return Err(Error::Unsupported { wanted: "max_logits with e4m3 operands".into(), nearest });
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::operand::{Access, Presence};
     use crate::problem::{BackwardProblem, Dims};
 

@@ -23,7 +23,8 @@
 //   products and dS warps before, so that both warps of a pair come to their named barrier together.
 // - All threads copy K and V once, and Q with its statistics and dO block by block (cp.async, load.hpp).
 //
-// Where scores are capped (common/softcap.hpp), the P warp hands over P (1 - t^2) in place of P. It is a run-time branch.
+// Where scores are capped (common/softcap.hpp), the P warp hands over P (1 - t^2) in place of P. It is a run-time
+// branch.
 //
 // Ordered: tiles add to a block's dQ in the order of their numbers. A warp waits until every warp of the tile before
 // has added. An ordered launch draws tiles from a counter. So the tiles that a CTA waits for are running.

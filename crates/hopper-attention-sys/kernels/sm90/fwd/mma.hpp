@@ -64,7 +64,7 @@ struct Mma {
       }
     };
 
-    Softmax softmax;
+    Softmax softmax{};
     // Where two warpgroups share the keys, each has every second block.
     int const first_block = Traits::kWays == 2 ? consumer : 0;
     typename Traits::Position k;

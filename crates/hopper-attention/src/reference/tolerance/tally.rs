@@ -255,7 +255,9 @@ impl Tally {
             self.group(Group::Head(head), sums, by_head.get(head).copied().unwrap_or(copies));
         }
         for (i, (sums, plain_sum)) in columns.iter().zip(plain_sums).enumerate() {
-            let copies = together(std::slice::from_ref(sums), &[plain_sum]);
+            // In one column the plain errors may cancel by luck, where rows are nearly the same.
+            let of_head = by_head.get(i / dims).copied().unwrap_or(copies);
+            let copies = together(std::slice::from_ref(sums), &[plain_sum]).max(of_head);
             self.group(Group::Column { head: i / dims, dim: i % dims }, sums, copies);
         }
         let blocks = tokens.div_ceil(BLOCK);

@@ -1,0 +1,55 @@
+"""PyTorch's FlexAttention as a peer."""
+
+import contextlib
+import importlib
+
+import entry
+
+
+class Flex:
+    """PyTorch's FlexAttention, compiled, with the cap and the biases of the scores as its score_mod. It is asked at points with one of
+    these alone."""
+
+    name, role, lse = "flex", "peer", None
+
+    def __init__(self, torch):
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        self.torch, self.block_mask = torch, flex.create_block_mask
+        self.attend = torch.compile(flex.flex_attention, dynamic=False)
+
+    def origin(self):
+        return {"file": "torch.nn.attention.flex_attention", "version": self.torch.__version__}
+
+    def prepare(self, p, q, k, v):
+        if entry.lengths(p) is not None:
+            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives FlexAttention no packed sequences")
+        queries, keys = entry.queries(p), p["seqlen"]
+        # Views, as SDPA's.
+        self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
+        score = self.score(float(p.get("softcap", 0)), entry.slopes(p, self.torch, q.device), keys - queries)
+        self.keywords = {"score_mod": score, "enable_gqa": p["heads_q"] != p["heads_kv"]}
+        if p["causal"]:
+            kept = self.kept(keys - queries, p.get("window"))
+            self.keywords["block_mask"] = self.block_mask(kept, None, None, queries, keys, device=q.device)
+
+    def score(self, cap, slopes=None, shift=0):
+        tanh = self.torch.tanh
+
+        def modified(score, batch, head, query, key):
+            score = cap * tanh(score / cap) if cap else score
+            return score if slopes is None else score - slopes[head] * (query + shift - key).abs()
+
+        return modified
+
+    @staticmethod
+    def kept(shift, window):
+        """The last query sees the last key."""
+        if window is None:
+            return lambda batch, head, query, key: query + shift >= key
+        return lambda batch, head, query, key: (query + shift >= key) & (query + shift - key <= window)
+
+    def context(self):
+        return contextlib.nullcontext()
+
+    def call(self):
+        return self.attend(*self.qkv, **self.keywords).transpose(1, 2)
