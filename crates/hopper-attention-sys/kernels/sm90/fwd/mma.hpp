@@ -40,6 +40,8 @@ struct Mma {
   static constexpr int kShort = 8;  // blocks of a short tile
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
+  // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
+  static constexpr bool kRenews = kModified && kMask == MaskClass::Full && Traits::kHeadDimQK == 128;
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
 
@@ -115,6 +117,11 @@ struct Mma {
       }
       v.advance();
     };
+    // This warpgroup's number, read anew where registers are short.
+    auto self = [&]() __attribute__((always_inline)) {
+      constexpr bool kAnew = kRenews || (Traits::kHeadDimQK > 128 && (kModified || kMask == MaskClass::Window));
+      return kAnew ? __shfl_sync(0xffffffffU, thread_index_anew() / 128 - 1, 0) : consumer;
+    };
     // The visits that this warpgroup's rows need. The warpgroup passes over the tile's visits before them (the result)
     // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
@@ -130,10 +137,7 @@ struct Mma {
         }
         return 0;
       } else {
-        // (The warpgroup's number is read anew where registers are short.)
-        constexpr bool kReadsAnew = kMask == MaskClass::Window && Traits::kHeadDimQK > 128;
-        int const own = kReadsAnew ? __shfl_sync(0xffffffffU, thread_index_anew() / 128 - 1, 0) : consumer;
-        int const strip = m_block * Traits::kConsumers + own;
+        int const strip = m_block * Traits::kConsumers + self();
         visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
         if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
           visits.begin = tile_visits.begin;  // of_rows begins with the first key
@@ -233,6 +237,15 @@ struct Mma {
       unsigned const row = thread / 32 * 16 + thread % 32 / 4 - 64;  // warpgroup 0 loads
       return static_cast<int>(read_shared(storage.tile[q.stage].block) * Traits::kTileM + row);
     };
+    // The tile's first visit. A full mask's is the same in all tiles: it would be kept all through the loop.
+    auto first_visit = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified && kMask == MaskClass::Full && !Traits::kIsPacked) {
+        constexpr int kTileN = Traits::kTileN;
+        return cute::max(1, ceil_div(anew(band.seqlen_kv), kTileN)) - 1;
+      } else {
+        return visits.first();
+      }
+    };
     auto add_bias = [&](int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_alibi(params)) {
@@ -270,7 +283,8 @@ struct Mma {
     };
     // The K that it reads must not have been released.
     auto recompute_scores = [&](int visit) {
-      Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage], consumer * Traits::kRowsApart);
+      Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage],
+                                (kRenews ? self() : consumer) * Traits::kRowsApart);
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {
           cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
@@ -280,7 +294,7 @@ struct Mma {
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
-      modify(visits.first());
+      modify(first_visit());
       if constexpr (kIsListed) {
         KeptBits<4> kept[2];
         listed_keys(kept, q.stage, k.stage);
@@ -302,10 +316,13 @@ struct Mma {
         see_largest();
         // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
         if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= kShort)) {
-          recompute_scores(visits.first());
+          recompute_scores(first_visit());
           softmax.first_masked_block(tSrS, scalars.scale_log2, {{Traits::kTileN, Traits::kTileN}});
         }
         release_k();
+      }
+      if constexpr (kRenews) {
+        consumer = self();
       }
     };
 
@@ -502,10 +519,10 @@ struct Mma {
       skipped += m_block >= 0 ? skipped_before_next : 0;
       float inverse[2];
       if constexpr (Traits::kScoresWait) {
-        Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors,
+        Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, self(), softmax.reference, sums, divisors,
                                       inverse);
         await_output();
-        Epilogue<Traits>::write_output(params, scalars, storage, buffer, consumer, tOrO, inverse);
+        Epilogue<Traits>::write_output(params, scalars, storage, buffer, self(), tOrO, inverse);
         if (m_block < 0) {
           break;
         }
