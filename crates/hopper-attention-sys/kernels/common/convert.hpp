@@ -263,10 +263,13 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
     int const tile = i / params.heads_kv;
     Sequence const sequence = table.records()[table.list()[tile]];
     int const first = (tile - sequence.first_tile) * Traits::kTileN;
-    int const end = cute::min(first + Traits::kTileN, sequence.kv_len);
     RepairGradients<Traits> const repair(params, sequence);
-    for (int key = first + warp; key < end; key += kWarps) {
+    for (int key = first + warp; key < sequence.kv_len; key += kWarps) {
       repair.key(i - tile * params.heads_kv, key, {0, params.head_dim_qk}, {0, params.head_dim_vo});
+      // (The tile's last key of this warp. An end kept beside the key is a register more, which there is not.)
+      if (key % Traits::kTileN >= Traits::kTileN - kWarps) {
+        break;
+      }
     }
   }
 }
