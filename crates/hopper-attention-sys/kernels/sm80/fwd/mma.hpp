@@ -36,6 +36,17 @@ struct Mma {
   static constexpr int kStepsQK = Traits::kHeadDimQK / 16;
 
   CUTE_DEVICE static int lane() { return Traits::thread_index() % 32; }
+  // The same for V, from another special register where ptxas spills else: it takes two reads of one special register
+  // for one value, and keeps what follows from it. (In the other kernels it spills by this.)
+  CUTE_DEVICE static int lane_of_values() {
+    if constexpr (kMask == MaskClass::Full ? Traits::kHeadDimQK < 256 : kMask == MaskClass::Causal && kStages == 1) {
+      int lane;
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+      return lane;
+    } else {
+      return lane();
+    }
+  }
 
   // One step's operand of Q: 16 columns of the warp's rows.
   CUTE_DEVICE static void load_queries(std::uint32_t q, int step, std::uint32_t (&a)[kStrips][4]) {
@@ -138,7 +149,7 @@ struct Mma {
     auto k_lane = [&](int visit) {
       return cute::cast_smem_ptr_to_uint(&storage) + lane_offset_along(lane()) + Traits::keys_from_begin(visit);
     };
-    auto v_lane = [&](int visit) { return Traits::values_at(storage, visit) + lane_offset_down(lane()); };
+    auto v_lane = [&](int visit) { return Traits::values_at(storage, visit) + lane_offset_down(lane_of_values()); };
 
     Fragment<float, kTileN / 2, kStrips> scores{};
     Fragment<float, Traits::kHeadDimVO / 2, kStrips> output{};
@@ -186,7 +197,9 @@ struct Mma {
     CUTE_NO_UNROLL
     for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
       // (The same. ptxas spills in some kernels with either.)
-      bool const first = kMask == MaskClass::Window ? begins : visits.is_first(visit);
+      constexpr bool kCounts =
+          kMask == MaskClass::Window || (kMask == MaskClass::Causal && Traits::kIsPacked && Traits::kRegistersShort);
+      bool const first = kCounts ? begins : visits.is_first(visit);
       int const next = visits.next(visit);
       if (kStages == 1 && first) {
         await_copies<1>();
@@ -211,7 +224,9 @@ struct Mma {
       }
 
       if constexpr (kMask != MaskClass::Full && Traits::kRegistersShort) {
-        own = storage.own[Traits::thread_index() / 32];
+        // (The same number. ptxas spills in some kernels with either.)
+        int const thread = Traits::thread_index();
+        own = storage.own[kMask == MaskClass::Window ? thread / 32 : static_cast<unsigned>(thread) / 32];
       }
       bool const needed = kMask == MaskClass::Full || own.contains(visit);
       // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.

@@ -57,11 +57,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // This thread's index in the CTA. Where registers are short it is read anew at each call, so that what follows from
   // it does not stay in them.
-  CUTE_DEVICE static int thread_index() {
-    int const thread = hattn::thread_index<kRegistersShort>();
-    __builtin_assume(thread >= 0);  // so that a division is a shift
-    return thread;
-  }
+  CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // The buffer of a visit's keys and values. (Visits are numbered one after the other.)
   CUTE_DEVICE static int stage(int visit) { return visit & (kStages - 1); }
