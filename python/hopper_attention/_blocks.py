@@ -119,7 +119,15 @@ def _of_bools(mask: Any, sizes: Tuple[int, int, int, int], device: torch.device)
     def make() -> BlockLists:
         return lists_of_mask(mask.to(device).expand(shape))
 
-    if torch.compiler.is_compiling() or _transformed() or mask.is_inference() or not hasattr(mask, "_version"):
+    return kept_lists(mask, sizes, device, make)
+
+
+def kept_lists(mask: torch.Tensor, sizes: tuple, device: torch.device, make: Callable) -> BlockLists:
+    """The lists of a tensor for operands of these sizes. `make` makes them where they are not kept.
+
+    Tensors of inference mode have no version, so that their lists are made each time.
+    """
+    if torch.compiler.is_compiling() or _transformed() or mask.is_inference():
         return make()
     return _kept.get(mask, mask._version, sizes, device, make)
 
@@ -391,4 +399,4 @@ torch.library.register_autograd("hopper_attention::blocks_forward", _gradients, 
 torch.library.register_autograd("hopper_attention::blocks_backward", _second, lib=_library)
 
 
-__all__ = ["attention_blocks", "lists_for", "lists_of_mask"]
+__all__ = ["attention_blocks", "kept_lists", "lists_for", "lists_of_mask"]
