@@ -8,6 +8,7 @@
 - `attention_backward`: the gradients, for arrays of frameworks other than torch.
 - `attention_varlen`, `attention_varlen_backward`: the same for packed sequences, and for used lengths.
 - `quantize`, `attention_fp8`: FP8 operands of 16-bit tensors, and attention on them.
+- `BlockLists`, `block_lists`: block-sparse masks, made once for many calls.
 - `register_sdpa`: torch's scaled_dot_product_attention calls this library.
 - `register_transformers`: Hugging Face models run with attn_implementation="hopper_attention".
 - `abi`: the C ABI itself.
@@ -19,10 +20,12 @@ import warnings
 from typing import Any
 
 from . import _arrays, abi
+from ._block_lists import BlockLists
 from ._plans import Chunked, Prefix, Window
 from .abi import HattnError
 
 __all__ = [
+    "BlockLists",
     "Chunked",
     "HattnError",
     "Prefix",
@@ -32,6 +35,7 @@ __all__ = [
     "attention_fp8",
     "attention_varlen",
     "attention_varlen_backward",
+    "block_lists",
     "device_count",
     "quantize",
     "register_sdpa",
@@ -52,7 +56,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _biased, _fp8, _sinks, _torch, _varlen
+        from . import _biased, _blocks, _fp8, _sinks, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -91,6 +95,8 @@ def attention(
     alibi_slopes: Any = None,
     return_max_logits: bool = False,
     max_logits_out: Any = None,
+    attn_mask: Any = None,
+    block_mask: Any = None,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -120,6 +126,11 @@ def attention(
     - return_max_logits: gives (o, max_logits), or (o, lse, max_logits): the largest score of each query head over the
       batch, its queries and the keys that they see, f32 [heads_q]. -inf if there is none. Scores are those that enter the
       softmax. Sinks do not count. It has no gradient.
+    - attn_mask: booleans that broadcast to [batch, heads_q, seqlen_q, seqlen_kv]: True keeps a pair. causal and window
+      apply as well. Blocks of 128 queries and 128 keys without a True take no time.
+    - block_mask: in its place the BlockMask of torch.nn.attention.flex_attention.create_block_mask, with blocks of 128 x
+      128, or `BlockLists`. The mask_mod of a BlockMask is asked once, and what it says of the pairs is kept with the
+      BlockMask. So make a new one where tensors that the mask_mod reads change.
 
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
@@ -144,6 +155,9 @@ def attention(
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
         if type(q) is not _Tensor and _torch.is_jagged(q):
+            if attn_mask is not None or block_mask is not None:
+                name = "attn_mask" if block_mask is None else "block_mask"
+                raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
             varlen = _varlen.attention_varlen
@@ -152,6 +166,9 @@ def attention(
                 more.update(alibi_slopes=alibi_slopes, return_max_logits=return_max_logits)
             return _varlen.nested(q, k, v, return_lse, varlen, scale=scale, **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
+        if attn_mask is not None or block_mask is not None:
+            rest = (softcap, alibi_slopes, return_max_logits)
+            return _blocks.attention_blocks(q, k, v, block_mask, attn_mask, s_aux, *numbers, *rest)
         if alibi_slopes is not None or return_max_logits:
             return _biased.attention_biased(q, k, v, s_aux, *numbers, softcap, alibi_slopes, return_max_logits)
         if softcap:
@@ -160,7 +177,7 @@ def attention(
             return _sinks.attention_sinks(q, k, v, s_aux, *numbers)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
     rest = (out, lse_out, stream, sm_margin, s_aux, softcap, alibi_slopes, (return_max_logits, max_logits_out))
-    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest)
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest, (attn_mask, block_mask))
 
 
 def attention_backward(
@@ -183,6 +200,8 @@ def attention_backward(
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
+    attn_mask: Any = None,
+    block_mask: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -194,8 +213,20 @@ def attention_backward(
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
-    rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes)
+    rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes, (attn_mask, block_mask))
     return _arrays.attention_backward(q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, *rest)
+
+
+def block_lists(mask: Any, q: Any, k: Any) -> BlockLists:
+    """The `BlockLists` of a mask for operands of the shapes of q and k: for `block_mask` of many calls.
+
+    mask is what attn_mask or block_mask takes. `attention` makes the lists of a torch mask once by itself, but where
+    torch.compile traces it: a call with a BlockMask breaks its graph, and one with these lists does not.
+    """
+    if _is_torch(q, k):
+        booleans = isinstance(mask, torch.Tensor)
+        return _blocks.lists_for(None if booleans else mask, mask if booleans else None, q, k)
+    return _arrays.lists_for(mask, None, q, q.shape, k.shape)
 
 
 def attention_varlen(

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any, Optional
 
 from . import abi
+from ._block_lists import BlockLists, fields_of, lists_of_array, one_of
 from ._plans import (
     Window,
     alibi_of,
@@ -191,17 +192,48 @@ def attention(
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
     max_logits: tuple = (False, None),
+    masks: tuple = (None, None),
 ) -> Any:
-    """See hopper_attention.attention. `max_logits`: whether they are wanted, and where."""
+    """See hopper_attention.attention. `max_logits`: whether they are wanted, and where. `masks`: attn_mask and block_mask."""
     exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
     lse = return_lse or lse_out is not None
     mask = mask_of(causal, window, top_left)
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
-    more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits)}
+    lists = _lists(masks, q, of, stream)
+    more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits), **fields_of(lists)}
     problem = _problem(*of, mask, scale, sm_margin, softcap, **more)
-    return _forward(problem, q, {**exports, **sinks, **slopes}, out, lse_out, max_logits[1], stream)
+    return _forward(problem, q, {**exports, **sinks, **slopes, **lists}, out, lse_out, max_logits[1], stream)
+
+
+def _lists(masks: tuple, like: Any, of: tuple, stream: Optional[int]) -> dict:
+    """The exports of the lists of a mask by their names. Nothing where there is no mask."""
+    if masks[0] is None and masks[1] is None:
+        return {}
+    named = lists_for(*masks, like, of[0].shape, of[1].shape).named()
+    return {name: Array(name, given, stream, is_list=True) for name, given in named.items()}
+
+
+def lists_for(attn_mask: Any, block_mask: Any, like: Any, q_shape: tuple, k_shape: tuple) -> BlockLists:
+    """The lists of one of both masks, of the framework that `like` is of, for operands of these shapes."""
+    one_of(block_mask, attn_mask)
+    given = attn_mask if block_mask is None else block_mask
+    if isinstance(given, BlockLists):
+        return given
+    if block_mask is not None:
+        raise TypeError(f"block_mask: {type(block_mask).__name__}; allowed for these arrays: hopper_attention.BlockLists")
+    xp = _numpy_of(attn_mask)
+    if xp is None:
+        raise TypeError(
+            f"attn_mask: {type(attn_mask).__name__}; allowed: arrays of numpy and CuPy. Others: block_mask with "
+            "hopper_attention.BlockLists"
+        )
+    lists = lists_of_array(xp, attn_mask, (q_shape[0], q_shape[2], q_shape[1], k_shape[1]))
+    ours = _numpy_of(like)
+    if ours is None or ours is xp or xp.__name__ != "numpy":
+        return lists
+    return BlockLists(*(ours.asarray(one) for one in lists))
 
 
 def _sinks(s_aux: Any, stream: Optional[int]) -> dict:
@@ -273,8 +305,9 @@ def attention_backward(
     s_aux: Any = None,
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
+    masks: tuple = (None, None),
 ) -> tuple:
-    """See hopper_attention.attention_backward."""
+    """See hopper_attention.attention_backward. `masks`: attn_mask and block_mask."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     exports = {name: _four(name, array, stream) for name, array in inputs.items()}
     exports["lse"] = Array("lse", lse, stream)
@@ -284,8 +317,10 @@ def attention_backward(
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
-    forward = _problem(*of, mask, scale, sm_margin, softcap, sinks=_type_of(sinks), **_biased(slopes))
-    return _backward(forward, (q, k, v), {**exports, **sinks, **slopes}, deterministic, out, stream)
+    lists = _lists(masks, q, of, stream)
+    more = {"sinks": _type_of(sinks), **_biased(slopes), **fields_of(lists)}
+    forward = _problem(*of, mask, scale, sm_margin, softcap, **more)
+    return _backward(forward, (q, k, v), {**exports, **sinks, **slopes, **lists}, deterministic, out, stream)
 
 
 def _backward(

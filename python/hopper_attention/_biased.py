@@ -42,7 +42,7 @@ def biased(
     tensors = (q, k, v, sinks, slopes)
     recorded = is_recorded(*(t for t in tensors if t is not None))
     if recorded and q.is_cuda and not torch.compiler.is_compiling():
-        _Run(rest).check_gradients(q, k, v, slopes)
+        _Run(rest).check_gradients(q, k, v, {} if slopes is None else {"alibi_slopes": slopes})
     forward = torch.ops.hopper_attention.biased_forward.default
     o, lse, max_logits = call(forward, recorded, *tensors, *rest, return_max_logits)
     made = (o, *([lse] if return_lse else []), *([max_logits] if return_max_logits else []))

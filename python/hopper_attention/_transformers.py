@@ -2,7 +2,8 @@
 
 transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a
 band (causal, bidirectional, sliding windows) or has chunks (Llama 4) is passed on as a `BandMask`, together with the
-padding. Any other mask is refused by its name.
+padding. Any other mask becomes a tensor of booleans, as for transformers' SDPA, and then lists of blocks
+(`_dense_masks.py`). So do 4-d masks that a model is given.
 
 Packed sequences come as cu_seq_lens_q and cu_seq_lens_k, or as position_ids that begin again within a row. Both become
 offsets of attention_varlen. So does padding: offsets and used lengths leave it out where it lies, and nothing is moved.
@@ -11,10 +12,11 @@ offsets of attention_varlen. So does padding: offsets and used lengths leave it 
 from __future__ import annotations
 
 import weakref
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 
+from . import _dense_masks
 from ._plans import Chunked
 from ._torch import attention, readable
 from ._sinks import attention_sinks
@@ -88,10 +90,10 @@ def _closure(function: Any) -> dict:
 
 
 def band_of(function: Any) -> Tuple[Optional[int], Optional[int]]:
-    """The keys before and after a query's own that a mask function keeps. None: no bound."""
+    """The keys before and after a query's own that a mask function keeps. None: no bound. Raises _NoBand for others."""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(function, "__module__", "") != "transformers.masking_utils":
-        _refuse(f"the mask function {name}", "masks of transformers.masking_utils")
+        raise _NoBand(name)
     name = name.split(".<locals>")[0]
     if name == "causal_mask_function":
         return None, 0
@@ -115,8 +117,7 @@ def band_of(function: Any) -> Tuple[Optional[int], Optional[int]]:
     if name in ("packed_sequence_mask_function", "chunked_overlay"):
         # `found_in` has the sequences, and the chunks.
         return None, None
-    _refuse(f"the mask {name}", "causal, bidirectional, sliding windows of both, and causal chunks")
-    raise AssertionError
+    raise _NoBand(name)
 
 
 def found_in(function: Any, wanted: str, of_it: str) -> Any:
@@ -192,7 +193,7 @@ def _ranges(padding: torch.Tensor, kv_length: int, kv_offset: int) -> Optional[L
         if count == 0:
             first = after = 0
         if after - first != count:
-            _refuse("a padding mask with zeros between ones", "padding at the beginning and at the end of a sequence")
+            raise _NoBand("zeros between ones")
         ranges.append((first, after))
     return None if all(one == (0, kv_length) for one in ranges) else ranges
 
@@ -206,31 +207,46 @@ def mask(
     mask_function: Any = None,
     attention_mask: Optional[torch.Tensor] = None,
     **kwargs: Any,
-) -> BandMask:
+) -> Union[BandMask, torch.Tensor]:
     """The mask function. transformers calls it once a forward pass for each kind of layer."""
     if attention_mask is None and mask_function is _bidirectional():
         # Nothing to look into, so torch.compile can trace it.
         return BandMask(None, None, q_length, kv_length, None, False)
-    return _mask(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    offsets = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    return _mask({"batch_size": batch_size, **offsets}, mask_function, attention_mask, kwargs)
 
 
 @torch.compiler.disable
-def _mask(
-    q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any, attention_mask: Any
-) -> BandMask:
+def _mask(sizes: dict, mask_function: Any, attention_mask: Any, more: dict) -> Union[BandMask, torch.Tensor]:
     """A mask that must be looked into: closures, and the elements of a padding mask.
 
     torch.compile breaks its graph here.
     """
+    if attention_mask is not None and attention_mask.ndim != 2:
+        _refuse(f"an attention_mask of {attention_mask.ndim} dimensions", "2, [batch, seqlen], or 4")
+    numbers = {name: size for name, size in sizes.items() if name != "batch_size"}
+    try:
+        return _band_mask(**numbers, mask_function=mask_function, attention_mask=attention_mask)
+    except _NoBand:
+        return _dense_masks.tensor_of(mask_function, sizes, attention_mask, more)
+
+
+class _NoBand(Exception):
+    """A mask is no `BandMask`."""
+
+
+def _band_mask(
+    q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any, attention_mask: Any
+) -> BandMask:
+    """The band of a mask function, with its padding, packing and chunks. Raises _NoBand where there is none."""
     left, right = band_of(mask_function)
     chunk = found_in(mask_function, "chunked_overlay", "chunk_size")
     if chunk is not None and (left, right) != (None, 0):
-        _refuse("chunks that are not causal, or with a sliding window", "chunks with the causal mask")
+        raise _NoBand("chunks that are not causal, or with a sliding window")
     if (left, right) != (None, None) and int(q_offset) + q_length != kv_offset + kv_length:
+        # Booleans would serve here. But generate() with such a cache hands masks on as tensors, and its last step has a band.
         where = f"queries up to {int(q_offset) + q_length} and keys up to {kv_offset + kv_length}"
         _refuse(f"a cache with room beyond the last token (static), {where}", "caches that end with the last query")
-    if attention_mask is not None and attention_mask.ndim != 2:
-        _refuse(f"an attention_mask of {attention_mask.ndim} dimensions", "2, [batch, seqlen]")
     ranges = packing = None
     if attention_mask is not None:
         ranges = _ranges(attention_mask, kv_length, kv_offset)
@@ -247,14 +263,14 @@ def _mask(
             ranges = [(max(first, min(start, after)), after) for (first, after), start in zip(ranges, starts)]
         chunk = None
     elif chunk is not None and kv_offset != 0:
-        _refuse(f"chunks, and a cache that begins at key {kv_offset}", "1 query, or caches that begin at key 0")
+        raise _NoBand("chunks, and a cache that has lost its first keys")
     if ranges is not None:
         banded = left is not None or right is not None
         packing = _padding_of(ranges, banded, q_length, kv_length, attention_mask.device)
     packed = found_in(mask_function, "packed_sequence_mask_function", "packed_sequence_mask")
     if packed is not None:
         if ranges is not None:
-            _refuse("padding of packed sequences", "one of both")
+            raise _NoBand("padding of packed sequences")
         packing = _packing_of(packed.diff(dim=-1, prepend=packed[:, :1]) != 0)
     return BandMask(left, right, q_length, kv_length, ranges, attention_mask is not None, packing, chunk)
 
@@ -373,10 +389,15 @@ def attention_forward(
                 f"sliding_window {sliding_window} with a mask that keeps {left} keys before a query",
                 "the same window in both",
             )
+    elif _dense_masks.takes(attention_mask):
+        if packing is not None:
+            _refuse("cu_seq_lens_q with a 4-d mask", "one of both")
+        return _dense_masks.attention_masked(query, key, value, attention_mask, scaling, s_aux, softcap), None
     elif attention_mask is not None:
         shape = tuple(getattr(attention_mask, "shape", ()))
         _refuse(
-            f"attention_mask is a {type(attention_mask).__name__} {shape}", "none, or a 2-d mask given to the model"
+            f"attention_mask is a {type(attention_mask).__name__} {shape}",
+            "none, a 2-d mask given to the model, 4-d booleans or floats, or torch's BlockMask",
         )
     else:
         # The model makes no mask, as vision models do.

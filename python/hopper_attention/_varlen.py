@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 
 from . import abi
+from ._block_lists import fields_of
 from ._calls import Call, prepared
 from ._plans import Hints, Window, alibi_of, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
 from ._sinks import operand
@@ -163,7 +164,7 @@ def _empty(q: torch.Tensor, v: torch.Tensor) -> list:
 def _described(t: torch.Tensor) -> tuple:
     if t.dtype == torch.int32:
         # Dense, though torch may give a list of one number any stride.
-        return abi.I32, ordinal(t.device), t.shape, (1,)
+        return abi.I32, ordinal(t.device), t.shape, abi.dense(t.shape)
     return described(t)
 
 
@@ -198,11 +199,11 @@ class _Run:
             sinks=0 if sinks is None else DTYPES[sinks.dtype],
             alibi=alibi_of(slopes),
             max_logits=int("max_logits" in given),
+            **fields_of(given),
         )
 
-    def check_gradients(self, q: Any, k: Any, v: Any, slopes: Any = None) -> None:
-        """Refuses what the device computes without gradients only."""
-        given = {} if slopes is None else {"alibi_slopes": slopes}
+    def check_gradients(self, q: Any, k: Any, v: Any, given: Any = ()) -> None:
+        """Refuses what the device computes without gradients only. `given` are slopes and lists of blocks, by their names."""
 
         def problems() -> tuple:
             forward = self._problem(q, k, v, True, given)
@@ -210,7 +211,7 @@ class _Run:
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
         key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
-        key = (*key, self.softcap, None if slopes is None else slopes.shape)
+        key = (*key, self.softcap, tuple((name, t.shape) for name, t in dict(given).items()))
         require_gradients(key, ordinal(q.device), problems)
 
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:

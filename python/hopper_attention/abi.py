@@ -53,6 +53,8 @@ UNBOUNDED = -1
 UNSET = -1  # a size that the caller must give
 # hattn_alibi
 ALIBI_NONE, ALIBI_PER_HEAD, ALIBI_PER_BATCH = 0, 1, 2
+# hattn_block_mask: flags
+BLOCK_MASK_NONE, BLOCK_MASK_LISTS, BLOCK_MASK_PER_BATCH, BLOCK_MASK_PER_HEAD, BLOCK_MASK_FULL_BLOCKS = 0, 1, 2, 4, 8
 # hattn_scaling
 PER_TENSOR, PER_HEAD, PER_BLOCK = 0, 1, 2
 
@@ -96,6 +98,9 @@ def _all_of(kind: Any, names: str) -> dict:
 _LENGTHS = "cu_seqlens_q cu_seqlens_kv seqused_q seqused_kv"
 #: Offsets and used lengths of sequences: flags of a problem, and tensors of a run.
 LENGTHS = tuple(_LENGTHS.split())
+_BLOCK_LISTS = "mask_block_cnt mask_block_idx mask_bits full_block_cnt full_block_idx"
+#: The lists of a block-sparse mask: tensors of a run.
+BLOCK_LISTS = tuple(_BLOCK_LISTS.split())
 _SIZES = "batch seqlen_q seqlen_kv heads_q heads_kv head_dim_qk head_dim_vo window_left window_right"
 
 
@@ -111,7 +116,7 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         sinks=ctypes.c_int32,
         softcap=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "alibi max_logits"),
+        **_all_of(ctypes.c_int32, "alibi max_logits block_mask block_mask_most_partial"),
     )
 
     @classmethod
@@ -141,7 +146,7 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         fill_gaps=ctypes.c_int32,
         softcap=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "sinks d_sinks alibi reserved"),
+        **_all_of(ctypes.c_int32, "sinks d_sinks alibi reserved block_mask block_mask_most_partial"),
     )
 
     @classmethod
@@ -192,6 +197,7 @@ class ForwardArgs(_Versioned):
         **_all_of(_TensorPointer, "descale_q descale_k descale_v scale_o amax"),
         **_all_of(_TensorPointer, _LENGTHS),
         **_all_of(_TensorPointer, "sinks alibi_slopes max_logits"),
+        **_all_of(_TensorPointer, _BLOCK_LISTS),
     )
 
 
@@ -204,6 +210,7 @@ class BackwardArgs(_Versioned):
         workspace_bytes=ctypes.c_size_t,
         **_all_of(_TensorPointer, _LENGTHS),
         **_all_of(_TensorPointer, "sinks d_sinks alibi_slopes"),
+        **_all_of(_TensorPointer, _BLOCK_LISTS),
     )
 
 
@@ -403,7 +410,8 @@ class ForwardPlan(Plan):
         """Computes on the CPU. On a GPU it enqueues on `stream`, a CUstream as an integer (None: the default stream).
 
         `more` has what the problem asks for beside these: of FP8 descale_q, descale_k, descale_v, scale_o and amax, and
-        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes and max_logits.
+        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes, max_logits and
+        those of BLOCK_LISTS.
         """
         self._run({"q": q, "k": k, "v": v, "o": o, "lse": lse, **more}, workspace, workspace_bytes, stream)
 
@@ -433,7 +441,7 @@ class BackwardPlan(Plan):
         """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote.
 
         `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for, and the sinks,
-        d_sinks and alibi_slopes.
+        d_sinks, alibi_slopes and those of BLOCK_LISTS.
         """
         tensors = {
             "q": q,

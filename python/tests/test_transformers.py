@@ -237,8 +237,6 @@ class Transformers(unittest.TestCase):
         ids = models.inputs("llama", settings, 1, 20)["input_ids"]
         model.set_attn_implementation("hopper_attention")
         lengths = torch.tensor([0, 12, 20])
-        holes = torch.ones_like(ids)
-        holes[0, 7] = 0
         for words, options in (
             ("one of cu_seq_lens_q and cu_seq_lens_k", {"cu_seq_lens_q": lengths}),
             ("packed sequences by seq_idx alone", {"seq_idx": torch.zeros(1, 20, dtype=torch.int32)}),
@@ -250,8 +248,8 @@ class Transformers(unittest.TestCase):
                     "attention_mask": torch.tensor([[0] * 3 + [1] * 17]),
                 },
             ),
-            ("zeros between ones", {"attention_mask": holes}),
-            ("attention_mask is a Tensor", {"attention_mask": torch.zeros(1, 1, 20, 20)}),
+            ("numbers that are added to scores", {"attention_mask": torch.ones(1, 1, 20, 20)}),
+            ("attention_mask is a Tensor", {"attention_mask": torch.zeros(1, 1, 20, 20, dtype=torch.int64)}),
             ("output_attentions", {"output_attentions": True}),
         ):
             with self.subTest(words=words, **{name: type(given).__name__ for name, given in options.items()}):
@@ -268,6 +266,9 @@ class Transformers(unittest.TestCase):
                 cache_implementation="static",
                 pad_token_id=0,
             )
+        four = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+        with self.assertRaisesRegex(NotImplementedError, "cu_seq_lens_q with a 4-d mask"):
+            model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, attention_mask=four)
         model.config.attention_dropout = 0.1
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.1
@@ -318,11 +319,12 @@ class Functions(unittest.TestCase):
         padding = torch.tensor([[0, 0] + [1] * 8])
         mask = of(2, q_length=1, q_offset=9, kv_length=10, attention_mask=padding)
         self.expect(*self.call(mask, q_length=1, kv_length=10), torch.arange(10)[None] >= 6)
-        with self.assertRaisesRegex(NotImplementedError, "a cache that begins at key 3"):
-            of(0, q_length=2, q_offset=8, kv_length=7, kv_offset=3)
-        overlay = masking_utils.chunked_overlay(4, torch.tensor([0]))
-        with self.assertRaisesRegex(NotImplementedError, "chunks that are not causal"):
-            self.mask(overlay)
+        # No band: a cache that has lost its first keys with several queries, and chunks that are not causal.
+        mask = of(0, q_length=2, q_offset=8, kv_length=7, kv_offset=3)
+        keep = torch.tensor([[key // 4 == own // 4 and key <= own for key in range(3, 10)] for own in (8, 9)])
+        self.expect(*self.call(mask, q_length=2, kv_length=7), keep)
+        mask = self.mask(masking_utils.chunked_overlay(4, torch.tensor([0])))
+        self.expect(*self.call(mask), keys // 4 == own // 4)
 
     def test_without_a_mask(self):
         own, keys = torch.arange(9)[:, None], torch.arange(9)
@@ -376,21 +378,36 @@ class Functions(unittest.TestCase):
         self.expect(*self.call(mask, q_length=4), (padding[0] != 0)[None].expand(4, 9))
 
     def test_masks_that_are_no_band(self):
-        ids = torch.zeros(1, 9, dtype=torch.long)
         causal = masking_utils.causal_mask_function
-        for words, function in (
-            ("the mask blockwise_overlay", masking_utils.and_masks(causal, masking_utils.blockwise_overlay(ids))),
-            ("the mask or_masks", masking_utils.or_masks(causal, masking_utils.bidirectional_mask_function)),
-            ("the mask function .*lambda", masking_utils.and_masks(causal, lambda b, h, q, k: q >= k)),
-        ):
-            with self.subTest(words=words):
-                self.assertRaisesRegex(NotImplementedError, words, self.mask, function)
+        ids = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, 1, -1]])
+        own, keys = torch.arange(9)[:, None], torch.arange(9)
+        same = (ids[0][:, None] == ids[0]) & (ids[0] >= 0)
+        kept = {
+            "blocks": (masking_utils.or_masks(causal, masking_utils.blockwise_overlay(ids)), (keys <= own) | same),
+            "or": (masking_utils.or_masks(causal, masking_utils.bidirectional_mask_function), keys >= 0),
+            "own": (masking_utils.and_masks(causal, lambda b, h, q, k: k + 2 >= q), (keys <= own) & (keys + 2 >= own)),
+        }
+        for name, (function, keep) in kept.items():
+            with self.subTest(name=name):
+                mask = self.mask(function)
+                self.assertEqual(mask.dtype, torch.bool)
+                self.expect(*self.call(mask), keep.expand(9, 9))
         self.assertRaisesRegex(NotImplementedError, "static", self.mask, causal, q_length=3, kv_length=9, q_offset=2)
+        holes = torch.tensor([[1, 1, 0, 1, 1, 0, 1, 1, 1]])
+        keep = (keys <= own) & (holes[0] != 0)
+        self.expect(*self.call(self.mask(causal, attention_mask=holes)), keep)
+        with self.assertRaisesRegex(NotImplementedError, "an attention_mask of 3 dimensions"):
+            self.mask(causal, attention_mask=holes[None])
         packed = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2]]))
         self.assertEqual(_transformers.band_of(packed), (None, None))
         padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
-        with self.assertRaisesRegex(NotImplementedError, "padding of packed sequences"):
-            self.mask(masking_utils.and_masks(causal, packed), attention_mask=padding)
+        mask = self.mask(masking_utils.and_masks(causal, packed), attention_mask=padding)
+        of = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+        q, k, v, o = self.call(mask)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=(keys <= own) & (of[:, None] == of) & (padding[0] != 0)
+        )
+        torch.testing.assert_close(o.transpose(1, 2)[:, :, 2:], want[:, :, 2:])
 
     def test_arguments(self):
         causal = self.mask(masking_utils.causal_mask_function)

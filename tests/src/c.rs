@@ -5,9 +5,12 @@ use std::fmt;
 use std::ptr::null;
 
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling, Slot,
+    AlibiSlopes, Arch, BackwardProblem, BlockMask, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling,
+    Slot,
 };
 use hopper_attention_capi::*;
+
+use crate::blocks::BlocksImage;
 
 /// A status and the text that came with it.
 pub type Refusal = (hattn_status, String);
@@ -36,8 +39,20 @@ fn dtype(dtype: DType) -> hattn_dtype {
         DType::BF16 => HATTN_BF16,
         DType::F32 => HATTN_F32,
         DType::E4M3 => HATTN_E4M3,
+        DType::I32 => HATTN_I32,
         other => panic!("no tests of {other}"),
     }
+}
+
+/// The form of lists of blocks in C's words.
+fn block_mask(mask: BlockMask) -> hattn_block_mask {
+    let flags = [
+        (true, HATTN_BLOCK_MASK_LISTS),
+        (mask.is_per_batch(), HATTN_BLOCK_MASK_PER_BATCH),
+        (mask.is_per_head(), HATTN_BLOCK_MASK_PER_HEAD),
+        (mask.has_full_blocks(), HATTN_BLOCK_MASK_FULL_BLOCKS),
+    ];
+    flags.into_iter().filter(|&(has, _)| has).map(|(_, flag)| flag).sum()
 }
 
 /// A problem in C's words.
@@ -101,6 +116,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
             Some(_) => HATTN_ALIBI_PER_HEAD,
         },
         max_logits: i32::from(problem.wants_max_logits()),
+        block_mask: problem.block_mask().map_or(HATTN_BLOCK_MASK_NONE, block_mask),
+        block_mask_most_partial: problem.block_mask().map_or(0, |mask| mask.most_partial() as i32),
     }
 }
 
@@ -137,6 +154,8 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         softcap: forward.softcap,
         alibi: forward.alibi,
         reserved: 0,
+        block_mask: forward.block_mask,
+        block_mask_most_partial: forward.block_mask_most_partial,
         sinks: forward.sinks,
         d_sinks: i32::from(problem.wants_d_sinks()),
     }
@@ -174,6 +193,7 @@ pub struct Memory {
     pub sinks: Option<hattn_tensor>,
     pub alibi_slopes: Option<hattn_tensor>,
     pub max_logits: Option<hattn_tensor>,
+    pub blocks: Option<BlocksMemory>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -194,8 +214,36 @@ pub struct BackwardMemory {
     pub d_v: hattn_tensor,
     pub sinks: Option<[hattn_tensor; 2]>,
     pub alibi_slopes: Option<hattn_tensor>,
+    pub blocks: Option<BlocksMemory>,
     pub workspace: u64,
     pub workspace_bytes: usize,
+}
+
+/// The lists of a block-sparse mask: counts, indices and bits, and counts and indices of full blocks.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct BlocksMemory {
+    pub partial: [hattn_tensor; 3],
+    pub full: Option<[hattn_tensor; 2]>,
+}
+
+impl BlocksMemory {
+    /// The lists of an image. `place` is where the memory of an operand lies on the device.
+    pub fn new(image: &BlocksImage, device: hattn_device, place: impl Fn(Slot) -> u64) -> Self {
+        let (counts, indices, bits) = image.layouts();
+        let listed = |slot, layout| tensor(place(slot), DType::I32, device, layout);
+        let counted = |slot| tensor(place(slot), DType::I32, device, counts);
+        let partial = [counted(Slot::MaskBlockCnt), listed(Slot::MaskBlockIdx, indices), listed(Slot::MaskBits, bits)];
+        let full = || [counted(Slot::FullBlockCnt), listed(Slot::FullBlockIdx, indices)];
+        Self { partial, full: image.mask.has_full_blocks().then(full) }
+    }
+
+    /// The pointers of a run, in the order of the ABI.
+    fn pointers(blocks: Option<&Self>) -> [*const hattn_tensor; 5] {
+        let Some(Self { partial: [counts, indices, bits], full }) = blocks else { return [null(); 5] };
+        let [full_counts, full] = full.as_ref().map_or([null(); 2], |[counts, indices]| [&raw const *counts, indices]);
+        [counts, indices, bits, full_counts, full]
+    }
 }
 
 /// `hattn_*_plan_create` of a pass.
@@ -318,6 +366,8 @@ impl<P: Pass> Plan<P> {
 impl Memory {
     /// The arguments of a run.
     fn args(&self) -> hattn_forward_args {
+        let [mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx] =
+            BlocksMemory::pointers(self.blocks.as_ref());
         hattn_forward_args {
             struct_size: size_of::<hattn_forward_args>() as u32,
             abi_version: HATTN_ABI_VERSION,
@@ -329,6 +379,11 @@ impl Memory {
             sinks: address(self.sinks.as_ref()),
             alibi_slopes: address(self.alibi_slopes.as_ref()),
             max_logits: address(self.max_logits.as_ref()),
+            mask_block_cnt,
+            mask_block_idx,
+            mask_bits,
+            full_block_cnt,
+            full_block_idx,
             workspace: self.workspace as *mut c_void,
             workspace_bytes: self.workspace_bytes,
             ..Default::default()
@@ -424,6 +479,8 @@ impl Plan<hattn_backward_problem> {
     /// # Safety
     /// As [`hattn_backward_run`], for what the tensors lead to.
     pub unsafe fn run(&self, memory: &BackwardMemory, stream: *mut c_void) -> Result<(), Refusal> {
+        let [mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx] =
+            BlocksMemory::pointers(memory.blocks.as_ref());
         let args = hattn_backward_args {
             struct_size: size_of::<hattn_backward_args>() as u32,
             abi_version: HATTN_ABI_VERSION,
@@ -446,6 +503,11 @@ impl Plan<hattn_backward_problem> {
             sinks: address(memory.sinks.as_ref().map(|[sinks, _]| sinks)),
             d_sinks: address(memory.sinks.as_ref().map(|[_, d_sinks]| d_sinks)),
             alibi_slopes: address(memory.alibi_slopes.as_ref()),
+            mask_block_cnt,
+            mask_block_idx,
+            mask_bits,
+            full_block_cnt,
+            full_block_idx,
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })

@@ -7,7 +7,10 @@ use hopper_attention::{Corner, DType, Device, Dims, ForwardProblem, Layout, Mask
 use hopper_attention_capi::*;
 use hopper_attention_tests::alibi::{self, AlibiImage};
 use hopper_attention_tests::backward;
-use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor};
+use hopper_attention_tests::blocks::{self, BlocksImage};
+use hopper_attention_tests::c::{
+    BackwardMemory, BlocksMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor,
+};
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
 use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
@@ -33,6 +36,7 @@ fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory
         sinks: prepared.sinks.as_ref().map(sinks_input),
         alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
         max_logits: outputs.max_logits.as_mut().map(|logits| output(logits, DType::F32)),
+        blocks: prepared.blocks.as_ref().map(blocks_input),
         workspace: 0,
         workspace_bytes: 0,
     }
@@ -45,6 +49,10 @@ fn slopes_input(slopes: &AlibiImage) -> hattn_tensor {
         true => tensor(address, DType::F32, HATTN_CPU, layout),
         false => tensor(address, DType::F32, HATTN_CPU, Layout::contiguous([layout.shape()[1]]).unwrap()),
     }
+}
+
+fn blocks_input(lists: &BlocksImage) -> BlocksMemory {
+    BlocksMemory::new(lists, HATTN_CPU, |slot| lists.inner(slot).as_ptr() as u64)
 }
 
 fn sinks_input(sinks: &SinksImage) -> hattn_tensor {
@@ -105,6 +113,7 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
             [sinks_input(sinks), tensor(d_sinks.inner_mut().as_mut_ptr() as u64, DType::F32, HATTN_CPU, layout)]
         }),
         alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
+        blocks: prepared.blocks.as_ref().map(blocks_input),
         workspace: 0,
         workspace_bytes: 0,
     }
@@ -150,6 +159,75 @@ fn biased_scores_through_c_keep_the_tolerance() {
         runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
     }
     runner.finish();
+}
+
+#[test]
+fn lists_of_blocks_through_c_keep_the_tolerance() {
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+    let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 120_000;
+    let mut forms = [0; 4];
+    for case in blocks::cases(Grid::from_env()).iter().filter(cheap).step_by(13) {
+        let prepared = Prepared::<bf16>::new(case);
+        let form = prepared.blocks.as_ref().unwrap().mask;
+        let has = [form.most_partial() > 0, form.has_full_blocks(), form.is_per_batch(), form.is_per_head()];
+        forms.iter_mut().zip(has).for_each(|(count, has)| *count += usize::from(has));
+        runner.take(0, case, DType::BF16, verdict(&prepared));
+        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
+    }
+    runner.finish();
+    assert!(forms.iter().all(|&count| count > 2), "{forms:?}");
+}
+
+#[test]
+fn lists_of_blocks_are_refused_by_name_through_c() {
+    let case = Case::new(200, 300, 8, Mask::Full).blocks(blocks::Blocks::Documents);
+    // A seed with lists of full blocks.
+    let with_full = |seed| Case { seed, ..case.clone() };
+    let case = (0..).map(with_full).find(|case| case.block_lists().unwrap().mask.has_full_blocks()).unwrap();
+    let given = problem(&case.problem(DType::F32));
+    let refused = |edit: &dyn Fn(&mut hattn_forward_problem)| {
+        let mut wrong = given;
+        edit(&mut wrong);
+        Plan::new(&wrong, HATTN_CPU).unwrap_err().1
+    };
+    for flags in [-1, 2, 8, 16, 17] {
+        assert!(refused(&|p| p.block_mask = flags).starts_with(&format!("block_mask: {flags}; allowed: 0, or")));
+    }
+    let text = "block_mask_most_partial: 1; allowed: 0 without a block_mask";
+    assert_eq!(refused(&|p| (p.block_mask, p.block_mask_most_partial) = (0, 1)), text);
+    assert_eq!(refused(&|p| p.block_mask_most_partial = -1), "block_mask_most_partial: -1; allowed: 0 and above");
+    let text = refused(&|p| p.block_mask_most_partial = 4);
+    assert!(text.contains("block_mask.most_partial: 4; allowed: 0 to 3, the blocks of keys"), "{text}");
+    let text = refused(&|p| (p.dtype, p.output) = (HATTN_E4M3, 0));
+    assert!(text.contains("a block mask with e4m3 operands"), "{text}");
+    let text = refused(&|p| p.seqused_kv = 1);
+    assert!(text.contains("a block mask with packed sequences or used lengths"), "{text}");
+    let prepared = Prepared::<f32>::new(&case);
+    let mut outputs = prepared.outputs();
+    let all = memory(&prepared, &mut outputs);
+    let run = |memory: Memory| {
+        // SAFETY: as above.
+        unsafe { Plan::new(&given, HATTN_CPU).unwrap().run(&memory, null_mut()) }.unwrap_err().1
+    };
+    let text = run(Memory { blocks: None, ..all });
+    assert!(text.contains("mask_block_cnt: missing"), "{text}");
+    let lists = all.blocks.unwrap();
+    let text = run(Memory { blocks: Some(BlocksMemory { full: None, ..lists }), ..all });
+    assert!(text.contains("full_block_cnt: missing"), "{text}");
+    let [counts, mut indices, bits] = lists.partial;
+    indices.shape[3] += 1;
+    let text = run(Memory { blocks: Some(BlocksMemory { partial: [counts, indices, bits], ..lists }), ..all });
+    assert!(text.contains("mask_block_idx: shape"), "{text}");
+    // Numbers that are no block are an error on the CPU.
+    let mut spoilt = prepared.blocks.clone().unwrap();
+    spoilt.inner_mut(hopper_attention::Slot::MaskBlockCnt).unwrap()[0] = -1;
+    let text = run(Memory { blocks: Some(blocks_input(&spoilt)), ..all });
+    assert!(text.contains("mask_block_cnt: -1 at [0, 0, 0]"), "{text}");
+    let mut without = problem(&case.problem(DType::F32));
+    (without.block_mask, without.block_mask_most_partial) = (0, 0);
+    // SAFETY: as above.
+    let ran = unsafe { Plan::new(&without, HATTN_CPU).unwrap().run(&all, null_mut()) };
+    assert!(ran.unwrap_err().1.contains("mask_block_cnt: given"));
 }
 
 #[test]
@@ -231,6 +309,7 @@ fn two_threads_fill_two_heads_of_one_tensor() {
             sinks: None,
             alibi_slopes: None,
             max_logits: None,
+            blocks: None,
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -55,18 +55,20 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
-  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
+    0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
-  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
+    0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
@@ -95,86 +97,62 @@ typedef struct hattn_forward_plan hattn_forward_plan;
 typedef struct hattn_quantize_plan hattn_quantize_plan;
 
 // Which kernel was measured to be the fastest, for each version of the library, card and problem.
-//
 // The program `hattn tune` measures and writes it as text. Many threads may use a tuning at once.
 typedef struct hattn_tuning hattn_tuning;
 
 // How a call ended: HATTN_OK, or one of HATTN_ERROR_. hattn_last_error gives the text of an error.
 typedef int32_t hattn_status;
-
 // The work is done, or enqueued on the stream.
 #define HATTN_OK 0
-
 // A null pointer, or a number that is not one of the constants of its type.
 #define HATTN_ERROR_ARGUMENT 1
-
 // A struct with a size or a version that the library does not know.
 #define HATTN_ERROR_ABI 2
-
 // A tensor has another shape than the problem says.
 #define HATTN_ERROR_SHAPE 3
-
 // The strides, the alignment or the address range of a tensor are not allowed.
 #define HATTN_ERROR_LAYOUT 4
-
 // An element type that is not allowed for this tensor or option.
 #define HATTN_ERROR_DTYPE 5
-
 // A number out of range, or a tensor that is missing or must be null.
 #define HATTN_ERROR_VALUE 6
-
 // The problem is valid, but the library has no kernel for it on this device.
 #define HATTN_ERROR_UNSUPPORTED 7
-
 // The workspace is null or too small.
 #define HATTN_ERROR_WORKSPACE 8
-
 // A tensor or the stream is on another device than the plan.
 #define HATTN_ERROR_DEVICE 9
-
 // The call is not possible while the stream is captured into a CUDA graph.
 #define HATTN_ERROR_CAPTURE 10
-
 // The CUDA driver returned an error. It may come from earlier work.
 #define HATTN_ERROR_DRIVER 11
-
 // A kernel could not be loaded or launched.
 #define HATTN_ERROR_LAUNCH 12
-
 // There is no such GPU, or no driver, or the library was built without CUDA.
 #define HATTN_ERROR_NO_DEVICE 13
-
 // A bug of the library.
 #define HATTN_ERROR_INTERNAL 14
-
 // The host has no memory for the buffers of a run on the CPU. Nothing was written.
 #define HATTN_ERROR_MEMORY 15
-
 // The threads of the CPU backend cannot be started. Nothing was written. A later run tries again.
 #define HATTN_ERROR_THREADS 16
 
 // An element type: HATTN_F16, HATTN_BF16, HATTN_F32, HATTN_E4M3 or HATTN_I32.
 // 0 is none of them, so that a forgotten field is refused.
 typedef int32_t hattn_dtype;
-
 // IEEE 754 half precision, 2 bytes.
 #define HATTN_F16 1
-
 // bfloat16, 2 bytes.
 #define HATTN_BF16 2
-
 // IEEE 754 single precision, 4 bytes.
 #define HATTN_F32 3
-
 // FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 #define HATTN_E4M3 4
-
-// 32-bit integer with sign, for the offsets and used lengths of sequences.
+// 32-bit integer with sign, for the offsets and used lengths of sequences, and for lists of blocks.
 #define HATTN_I32 5
 
 // A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
 typedef int32_t hattn_device;
-
 // The host: all cores of this machine.
 #define HATTN_CPU (-1)
 
@@ -190,9 +168,8 @@ typedef int32_t hattn_device;
 // On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
 // All other tensors are aligned to their elements. No two elements of an output have the same address.
 typedef struct hattn_tensor {
-  // sizeof(hattn_tensor).
+  // sizeof(hattn_tensor), and HATTN_ABI_VERSION.
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // Address of the first element, on the host or on a GPU. Not used if there are no elements.
   // Inputs are only read, so a const pointer may be cast to this type.
@@ -218,41 +195,31 @@ typedef struct hattn_tensor {
 // A query without keys gets output 0 and log-sum-exp -inf. A pair of a query and a key that the mask hides has no
 // effect on any result, whatever the two rows hold: NaN and infinity, too.
 typedef int32_t hattn_mask;
-
 // Every key.
 #define HATTN_MASK_FULL 0
-
 // The keys up to the aligned key, with that key.
 #define HATTN_MASK_CAUSAL 1
-
 // The keys from window_left before the aligned key to window_right after it, both included.
 #define HATTN_MASK_WINDOW 2
-
 // Chunked local attention: the keys of the aligned key's chunk, up to the aligned key, with that key. Chunks have
 // window_left keys each, 1 or more, from key 0 on. A query whose aligned key is negative has no keys.
 #define HATTN_MASK_CHUNKED 3
-
 // A prefix, and causal behind it: the first window_left keys, and the keys up to the aligned key, with that key.
 #define HATTN_MASK_PREFIX 4
 
 // How masks are aligned: HATTN_BOTTOM_RIGHT or HATTN_TOP_LEFT. The two differ when seqlen_q and seqlen_kv differ.
 typedef int32_t hattn_corner;
-
 // Bottom-right aligned: a causal mask lets query i see keys up to i + seqlen_kv - seqlen_q.
 #define HATTN_BOTTOM_RIGHT 0
-
 // Top-left aligned: a causal mask lets query i see keys up to i.
 #define HATTN_TOP_LEFT 1
 
 // The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 typedef int32_t hattn_arch;
-
 // Use the newest instruction set of the GPU (default). On the CPU no other value is allowed.
 #define HATTN_ARCH_OWN 0
-
 // Compute capability 8.0 and later.
 #define HATTN_ARCH_SM80 80
-
 // Compute capability 9.0.
 #define HATTN_ARCH_SM90 90
 
@@ -260,13 +227,10 @@ typedef int32_t hattn_arch;
 // A real value is the stored value times its factor. Factors are HATTN_F32 tensors [batch, heads, blocks].
 // A dimension has size 1 where all of its entries share the factor.
 typedef int32_t hattn_scaling;
-
 // One factor for each of Q, K and V: [1, 1, 1].
 #define HATTN_PER_TENSOR 0
-
 // One factor for each sequence and KV head: [batch, heads_kv, 1]. Query heads that read one KV head share that of Q.
 #define HATTN_PER_HEAD 1
-
 // One factor for each block of 128 rows of a head. The last block may be shorter.
 // Q: [batch, heads_q, ceil(seqlen_q / 128)]. K and V: [batch, heads_kv, ceil(seqlen_kv / 128)].
 // Packed: [heads, floor((total + 127 * batch) / 128)]. Sequence i, from row begin on, has its own blocks from
@@ -278,15 +242,34 @@ typedef int32_t hattn_scaling;
 // The score of query i and key j, which is softmax_scale * q k or capped, loses slope * |i + offset - j|, before the mask.
 // offset is seqlen_kv - seqlen_q, of each sequence its own where lengths may differ. It is 0 if a mask is top-left.
 typedef int32_t hattn_alibi;
-
 // No bias.
 #define HATTN_ALIBI_NONE 0
-
 // One slope for each query head: `[heads_q]`.
 #define HATTN_ALIBI_PER_HEAD 1
-
 // One slope for each batch and query head: `[batch, heads_q]`. Where sequences are packed, a batch is a sequence.
 #define HATTN_ALIBI_PER_BATCH 2
+
+// A block-sparse mask, as flags: 0, or HATTN_BLOCK_MASK_LISTS with any of the others added. A block is 128 queries and 128
+// keys. Each block of queries has lists of blocks of keys. A full block keeps all its pairs of a query and a key, a partial block
+// those whose bit is set, and a block in no list keeps none. The problem's mask must keep a pair, too.
+// With Qb = ceil(seqlen_q / 128), Kb = ceil(seqlen_kv / 128), and B and H as below, the operands are of HATTN_I32:
+// - mask_block_cnt, full_block_cnt: [B, H, Qb], how many blocks are listed
+// - mask_block_idx, full_block_idx: [B, H, Qb, Kb], which: so many entries of the last dimension, each 0 to Kb - 1
+// - mask_bits: [B, H, Qb, 512 * block_mask_most_partial], 512 words for each partial block in the order of the list: 4 for each
+//   query. Bit j % 32 of word j / 32 is key j of the block.
+// The CPU refuses wrong numbers. A GPU clamps counts and leaves out what is no block. Of a block that is listed twice, the first
+// place counts. A block in both lists is full.
+typedef int32_t hattn_block_mask;
+// No lists.
+#define HATTN_BLOCK_MASK_NONE 0
+// There are lists. B and H are 1: batch entries and heads share them.
+#define HATTN_BLOCK_MASK_LISTS 1
+// Each batch entry has lists of its own: B is batch.
+#define HATTN_BLOCK_MASK_PER_BATCH 2
+// Each query head has lists of its own: H is heads_q.
+#define HATTN_BLOCK_MASK_PER_HEAD 4
+// There are lists of full blocks. Without this flag all listed blocks are partial.
+#define HATTN_BLOCK_MASK_FULL_BLOCKS 8
 
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 //
@@ -299,9 +282,8 @@ typedef int32_t hattn_alibi;
 // Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
 // The CPU takes any head dims. On a GPU they are multiples of 8 (16 for HATTN_E4M3), up to those of the compiled kernels.
 typedef struct hattn_forward_problem {
-  // sizeof(hattn_forward_problem).
+  // sizeof(hattn_forward_problem), and HATTN_ABI_VERSION.
   uint32_t struct_size;
-  // HATTN_ABI_VERSION.
   uint32_t abi_version;
   // Element type of Q, K and V: HATTN_F16, HATTN_BF16 or HATTN_E4M3 (with descale factors). On the CPU also HATTN_F32.
   hattn_dtype dtype;
@@ -358,14 +340,12 @@ typedef struct hattn_forward_problem {
   int32_t cu_seqlens_q;
   // 1: the sequences of K and V are packed: [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
   int32_t cu_seqlens_kv;
-  // 1: each sequence uses its first rows of Q only, packed or not. 0: it uses all of them.
+  // 1: each sequence uses its first rows of Q (below: of K and V) only, packed or not. 0: it uses all of them.
   // The mask of a sequence has the used lengths as its sizes.
   int32_t seqused_q;
-  // As seqused_q, for K and V.
   int32_t seqused_kv;
-  // About how many queries the longest sequence has. 0: unknown. A hint for speed, where lengths may differ.
+  // About how many queries (below: keys) the longest sequence has. 0: unknown. A hint for speed, where lengths may differ.
   int64_t max_seqlen_q;
-  // As max_seqlen_q, for keys.
   int64_t max_seqlen_kv;
   // Element type of the attention sinks, one number s for each query head: HATTN_F32 or HATTN_BF16. 0: there are none.
   // A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
@@ -380,6 +360,10 @@ typedef struct hattn_forward_problem {
   // 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
   // enters the softmax: with scale, softcap and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
   int32_t max_logits;
+  // Lists of blocks beside the mask. 0: none. Not for HATTN_E4M3, packed sequences or used lengths.
+  hattn_block_mask block_mask;
+  // The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
+  int32_t block_mask_most_partial;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -403,12 +387,10 @@ typedef struct hattn_forward_args {
   void *workspace;
   // Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
   size_t workspace_bytes;
-  // Descale factors of Q, read: HATTN_F32, finite and 0 or more. hattn_scaling says which shape.
+  // Descale factors of Q, K and V, read: HATTN_F32, finite and 0 or more. hattn_scaling says which shape.
   // Given exactly if the operands are HATTN_E4M3. The CPU refuses other values. A GPU makes NaN of what they enter.
   const struct hattn_tensor *descale_q;
-  // Descale factors of K, as descale_q.
   const struct hattn_tensor *descale_k;
-  // Descale factors of V, as descale_q.
   const struct hattn_tensor *descale_v;
   // The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32, 1 dimension of size 1.
   // Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
@@ -422,9 +404,9 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *cu_seqlens_q;
   // As cu_seqlens_q, for packed K and V.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q are used, read: `HATTN_I32` `[batch]`, 0 to its length. Otherwise as cu_seqlens_q.
+  // How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as
+  // cu_seqlens_q.
   const struct hattn_tensor *seqused_q;
-  // As seqused_q, for K and V.
   const struct hattn_tensor *seqused_kv;
   // The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
   const struct hattn_tensor *sinks;
@@ -434,6 +416,13 @@ typedef struct hattn_forward_args {
   // The largest score of each query head, written: HATTN_F32 `[heads_q]`. -inf where a head has no kept key. A NaN does not count.
   // Given exactly if the problem's max_logits is 1.
   const struct hattn_tensor *max_logits;
+  // The lists of blocks, read: hattn_block_mask says what they are. Given exactly if the problem's block_mask is not 0, and
+  // the last two exactly if it has HATTN_BLOCK_MASK_FULL_BLOCKS.
+  const struct hattn_tensor *mask_block_cnt;
+  const struct hattn_tensor *mask_block_idx;
+  const struct hattn_tensor *mask_bits;
+  const struct hattn_tensor *full_block_cnt;
+  const struct hattn_tensor *full_block_idx;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -477,6 +466,8 @@ typedef struct hattn_backward_problem {
   hattn_alibi alibi;
   // Must be 0.
   int32_t reserved;
+  hattn_block_mask block_mask;
+  int32_t block_mask_most_partial;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -496,11 +487,9 @@ typedef struct hattn_backward_args {
   // The gradient of the log-sum-exp, read: HATTN_F32 [batch, heads_q, seqlen_q].
   // Given exactly if the problem's d_lse is 1, otherwise null.
   const struct hattn_tensor *d_lse;
-  // The gradient of the queries, overwritten.
+  // The gradients of queries, keys and values, overwritten. d_k and d_v are sums over the query heads that read a KV head.
   const struct hattn_tensor *d_q;
-  // The gradient of the keys, overwritten: the sum over the query heads that read them.
   const struct hattn_tensor *d_k;
-  // The gradient of the values, overwritten: the sum over the query heads that read them.
   const struct hattn_tensor *d_v;
   // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
   void *workspace;
@@ -514,8 +503,13 @@ typedef struct hattn_backward_args {
   // The attention sinks, and their gradient, overwritten: HATTN_F32 `[heads_q]`. Given exactly if the problem's d_sinks is 1.
   const struct hattn_tensor *sinks;
   const struct hattn_tensor *d_sinks;
-  // The ALiBi slopes of the forward pass, read. Given exactly if the problem's alibi is not 0.
+  // The ALiBi slopes and the lists of blocks are those of the forward pass, as in hattn_forward_args.
   const struct hattn_tensor *alibi_slopes;
+  const struct hattn_tensor *mask_block_cnt;
+  const struct hattn_tensor *mask_block_idx;
+  const struct hattn_tensor *mask_bits;
+  const struct hattn_tensor *full_block_cnt;
+  const struct hattn_tensor *full_block_idx;
 } hattn_backward_args;
 
 // How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -563,11 +557,9 @@ typedef struct hattn_quantize_tensor {
 typedef struct hattn_quantize_args {
   uint32_t struct_size;
   uint32_t abi_version;
-  // Queries. Null if they are not quantised.
+  // Queries, keys and values. Null for each that is not quantised.
   const struct hattn_quantize_tensor *q;
-  // Keys. Null if they are not quantised.
   const struct hattn_quantize_tensor *k;
-  // Values. Null if they are not quantised.
   const struct hattn_quantize_tensor *v;
   // Two numbers for each of q, k and v, written: HATTN_F32 [3, 2]. Null if they are not wanted.
   // The first counts the elements that were stored as 448 (or 14) because they were too large.
@@ -606,9 +598,7 @@ const char *hattn_version(void);
 // Writes the number of GPUs that the CUDA driver shows to `*count`, with or without kernels for them. Creates no context.
 //
 // The number is 0 if there is no driver, or if the library was built without CUDA.
-//
-// The caller promises:
-// `count` is null, or can be written.
+// The caller promises: `count` is null, or can be written.
 hattn_status hattn_device_count(int32_t *count);
 
 // Fills in the strides of a row-major tensor without gaps. Set `ndim` and `shape` before the call.
@@ -619,8 +609,7 @@ hattn_status hattn_device_count(int32_t *count);
 // - HATTN_ERROR_ARGUMENT: `ndim` is not 1 to 4.
 // - HATTN_ERROR_LAYOUT: a size is negative, or the tensor has 2^63 elements or more.
 //
-// The caller promises:
-// `tensor` is null, or points to a struct of the size that the struct says, which can be written.
+// The caller promises: `tensor` is null, or points to a struct of the size that the struct says, which can be written.
 hattn_status hattn_tensor_contiguous(struct hattn_tensor *tensor);
 
 // Makes a tuning of `length` bytes of text, which `hattn tune` wrote. Writes it to `*tuning`, or null on failure.
@@ -634,9 +623,7 @@ hattn_status hattn_tensor_contiguous(struct hattn_tensor *tensor);
 hattn_status hattn_tuning_create(const char *text, size_t length, struct hattn_tuning **tuning);
 
 // Frees a tuning. `tuning` may be null. Plans that were made with it stay valid.
-//
-// The caller promises:
-// `tuning` is null, or live and not used by any other call, now or later.
+// The caller promises: `tuning` is null, or live and not used by any other call, now or later.
 void hattn_tuning_destroy(struct hattn_tuning *tuning);
 
 // Whether hattn_forward_plan_create would find a kernel for the problem on the device. Creates no context and loads
@@ -644,9 +631,7 @@ void hattn_tuning_destroy(struct hattn_tuning *tuning);
 //
 // HATTN_OK: it would. HATTN_ERROR_UNSUPPORTED: there is no kernel. HATTN_ERROR_NO_DEVICE: there is no such device.
 // Any other status says what is wrong with the problem.
-//
-// The caller promises:
-// `problem` is null, or points to a struct of the size that the struct says.
+// The caller promises: `problem` is null, or points to a struct of the size that the struct says.
 hattn_status hattn_forward_supported(const struct hattn_forward_problem *problem, hattn_device device);
 
 // Makes a plan: chooses a kernel and loads it. Writes the plan to `*plan`, or null on failure.
@@ -675,9 +660,7 @@ hattn_status hattn_forward_plan_create_tuned(const struct hattn_forward_problem 
                                              struct hattn_forward_plan **plan);
 
 // Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
-//
-// The caller promises:
-// `plan` is null, or live and not used by any other call, now or later.
+// The caller promises: `plan` is null, or live and not used by any other call, now or later.
 void hattn_forward_plan_destroy(struct hattn_forward_plan *plan);
 
 // Describes the plan: what it computes, with which kernel, and in which order.
@@ -728,9 +711,7 @@ hattn_status hattn_forward_run(const struct hattn_forward_plan *plan,
                                struct CUstream_st *stream);
 
 // Whether hattn_backward_plan_create would find kernels for the problem on the device, as hattn_forward_supported.
-//
-// The caller promises:
-// `problem` is null, or points to a struct of the size that the struct says.
+// The caller promises: `problem` is null, or points to a struct of the size that the struct says.
 hattn_status hattn_backward_supported(const struct hattn_backward_problem *problem, hattn_device device);
 
 // Makes a plan: chooses kernels and loads them. Writes the plan to `*plan`, or null on failure.
@@ -745,15 +726,11 @@ hattn_status hattn_backward_plan_create(const struct hattn_backward_problem *pro
                                         struct hattn_backward_plan **plan);
 
 // Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
-//
-// The caller promises:
-// `plan` is null, or live and not used by any other call, now or later.
+// The caller promises: `plan` is null, or live and not used by any other call, now or later.
 void hattn_backward_plan_destroy(struct hattn_backward_plan *plan);
 
 // Describes the plan, as hattn_forward_plan_describe.
-//
-// The caller promises:
-// As for hattn_forward_plan_describe.
+// The caller promises: As for hattn_forward_plan_describe.
 hattn_status hattn_backward_plan_describe(const struct hattn_backward_plan *plan,
                                           char *text,
                                           size_t capacity,
@@ -769,17 +746,13 @@ hattn_status hattn_backward_plan_workspace_size(const struct hattn_backward_plan
 
 // Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
 // those of hattn_forward_run.
-//
-// The caller promises:
-// As for hattn_forward_run. The outputs are `d_q`, `d_k` and `d_v`.
+// The caller promises: As for hattn_forward_run. The outputs are `d_q`, `d_k` and `d_v`.
 hattn_status hattn_backward_run(const struct hattn_backward_plan *plan,
                                 const struct hattn_backward_args *args,
                                 struct CUstream_st *stream);
 
 // Whether hattn_quantize_plan_create would find kernels for the problem on the device, as hattn_forward_supported.
-//
-// The caller promises:
-// `problem` and its `forward` are null, or point to structs of the sizes that the structs say.
+// The caller promises: `problem` and its `forward` are null, or point to structs of the sizes that the structs say.
 hattn_status hattn_quantize_supported(const struct hattn_quantize_problem *problem, hattn_device device);
 
 // Makes a plan: chooses kernels and loads them. Writes the plan to `*plan`, or null on failure.
@@ -794,15 +767,11 @@ hattn_status hattn_quantize_plan_create(const struct hattn_quantize_problem *pro
                                         struct hattn_quantize_plan **plan);
 
 // Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
-//
-// The caller promises:
-// `plan` is null, or live and not used by any other call, now or later.
+// The caller promises: `plan` is null, or live and not used by any other call, now or later.
 void hattn_quantize_plan_destroy(struct hattn_quantize_plan *plan);
 
 // Describes the plan, as hattn_forward_plan_describe.
-//
-// The caller promises:
-// As for hattn_forward_plan_describe.
+// The caller promises: As for hattn_forward_plan_describe.
 hattn_status hattn_quantize_plan_describe(const struct hattn_quantize_plan *plan,
                                           char *text,
                                           size_t capacity,
@@ -817,9 +786,7 @@ hattn_status hattn_quantize_plan_workspace_size(const struct hattn_quantize_plan
 
 // Quantises the given tensors. Checks, streams and lifetimes are those of hattn_forward_run. A forward pass on the same
 // stream may read the results without waiting.
-//
-// The caller promises:
-// As for hattn_forward_run. The outputs are `stored`, `counts`, and `descale` unless it is given.
+// The caller promises: As for hattn_forward_run. The outputs are `stored`, `counts`, and `descale` unless it is given.
 hattn_status hattn_quantize_run(const struct hattn_quantize_plan *plan,
                                 const struct hattn_quantize_args *args,
                                 struct CUstream_st *stream);

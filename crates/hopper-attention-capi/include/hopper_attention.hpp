@@ -106,6 +106,33 @@ enum class Alibi : std::int32_t {
   PerBatch = HATTN_ALIBI_PER_BATCH
 };
 
+// A block-sparse mask: lists of blocks of 128 queries and 128 keys (hattn_block_mask), beside the problem's mask. Setters return
+// the mask, so that they can be chained.
+class BlockMask {
+ public:
+  // Lists of at most so many partial blocks for a block of queries. All batch entries and heads share them. No full blocks.
+  explicit constexpr BlockMask(std::int32_t most_partial) noexcept : most_partial_(most_partial) {}
+
+  // Whether each batch entry, and each query head, has lists of its own.
+  constexpr BlockMask& per_batch(bool own) noexcept { return set(HATTN_BLOCK_MASK_PER_BATCH, own); }
+  constexpr BlockMask& per_head(bool own) noexcept { return set(HATTN_BLOCK_MASK_PER_HEAD, own); }
+
+  // Whether there are lists of full blocks.
+  constexpr BlockMask& full_blocks(bool given) noexcept { return set(HATTN_BLOCK_MASK_FULL_BLOCKS, given); }
+
+  constexpr hattn_block_mask flags() const noexcept { return flags_; }
+  constexpr std::int32_t most_partial() const noexcept { return most_partial_; }
+
+ private:
+  constexpr BlockMask& set(hattn_block_mask flag, bool on) noexcept {
+    flags_ = on ? flags_ | flag : flags_ & ~flag;
+    return *this;
+  }
+
+  hattn_block_mask flags_ = HATTN_BLOCK_MASK_LISTS;
+  std::int32_t most_partial_;
+};
+
 // No bound on this side of a window.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 
@@ -232,6 +259,12 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // Whether the largest score of each query head is an output: F32, [heads_q]. For other operands than E4M3.
   constexpr ForwardProblem& max_logits(bool wanted) noexcept { return set(problem_.max_logits, wanted); }
 
+  // Lists of blocks that keep pairs, beside the mask: five arguments of a run have them. For other operands than E4M3,
+  // and not for packed sequences or used lengths.
+  constexpr ForwardProblem& block_mask(const BlockMask& lists) noexcept {
+    return set(problem_.block_mask, lists.flags()).set(problem_.block_mask_most_partial, lists.most_partial());
+  }
+
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
@@ -309,6 +342,8 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.softmax_scale = of.softmax_scale;
     problem_.softcap = of.softcap;
     problem_.alibi = of.alibi;
+    problem_.block_mask = of.block_mask;
+    problem_.block_mask_most_partial = of.block_mask_most_partial;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
     problem_.cu_seqlens_q = of.cu_seqlens_q;
@@ -361,6 +396,10 @@ struct ForwardArgs {
   // F32 [heads_q] or [batch, heads_q]; given exactly if the problem has alibi(), in the shape that it says
   std::optional<ConstTensorView> alibi_slopes{};
   std::optional<TensorView> max_logits{};  // F32 [heads_q]; given exactly if the problem has max_logits(true)
+  // The lists of a block_mask(): I32 [B, H, Qb], [B, H, Qb, Kb] and [B, H, Qb, 512 * most_partial] (hattn_block_mask).
+  std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{};
+  // Of full blocks: as the first two. Given exactly if the block mask has full_blocks(true).
+  std::optional<ConstTensorView> full_block_cnt{}, full_block_idx{};
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -382,6 +421,8 @@ struct BackwardArgs {
   std::optional<ConstTensorView> sinks{};
   std::optional<TensorView> d_sinks{};
   std::optional<ConstTensorView> alibi_slopes{};  // as in ForwardArgs
+  // The lists of a block_mask(), as in ForwardArgs.
+  std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{}, full_block_cnt{}, full_block_idx{};
 };
 
 namespace detail {
@@ -401,6 +442,12 @@ C c_args(const Args& args) noexcept {
   c.o = &args.o.c_tensor();
   c.workspace = args.workspace.data;
   c.workspace_bytes = args.workspace.bytes;
+  c.alibi_slopes = c_tensor(args.alibi_slopes);
+  c.mask_block_cnt = c_tensor(args.mask_block_cnt);
+  c.mask_block_idx = c_tensor(args.mask_block_idx);
+  c.mask_bits = c_tensor(args.mask_bits);
+  c.full_block_cnt = c_tensor(args.full_block_cnt);
+  c.full_block_idx = c_tensor(args.full_block_idx);
   return c;
 }
 
@@ -551,7 +598,6 @@ class ForwardPlan : public detail::Plan<ForwardPlan, ForwardProblem, ForwardArgs
     c.seqused_q = detail::c_tensor(args.seqused_q);
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
     c.sinks = detail::c_tensor(args.sinks);
-    c.alibi_slopes = detail::c_tensor(args.alibi_slopes);
     c.max_logits = detail::c_tensor(args.max_logits);
     return detail::from_library(hattn_forward_run(get(), &c, stream));
   }
@@ -578,7 +624,6 @@ class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, Backward
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
     c.sinks = detail::c_tensor(args.sinks);
     c.d_sinks = detail::c_tensor(args.d_sinks);
-    c.alibi_slopes = detail::c_tensor(args.alibi_slopes);
     return detail::from_library(hattn_backward_run(get(), &c, stream));
   }
 };

@@ -23,7 +23,7 @@ pub const HATTN_BF16: hattn_dtype = 2;
 pub const HATTN_F32: hattn_dtype = 3;
 /// FP8 with 4 exponent and 3 mantissa bits, 1 byte. No infinity; the largest value is 448. CUDA: __nv_fp8_e4m3.
 pub const HATTN_E4M3: hattn_dtype = 4;
-/// 32-bit integer with sign, for the offsets and used lengths of sequences.
+/// 32-bit integer with sign, for the offsets and used lengths of sequences, and for lists of blocks.
 pub const HATTN_I32: hattn_dtype = 5;
 
 /// A device: HATTN_CPU, or the ordinal of a GPU, from 0, in the order of the CUDA driver and cudaSetDevice.
@@ -67,6 +67,28 @@ pub const HATTN_ALIBI_NONE: hattn_alibi = 0;
 pub const HATTN_ALIBI_PER_HEAD: hattn_alibi = 1;
 /// One slope for each batch and query head: `[batch, heads_q]`. Where sequences are packed, a batch is a sequence.
 pub const HATTN_ALIBI_PER_BATCH: hattn_alibi = 2;
+
+/// A block-sparse mask, as flags: 0, or HATTN_BLOCK_MASK_LISTS with any of the others added. A block is 128 queries and 128
+/// keys. Each block of queries has lists of blocks of keys. A full block keeps all its pairs of a query and a key, a partial block
+/// those whose bit is set, and a block in no list keeps none. The problem's mask must keep a pair, too.
+/// With Qb = ceil(seqlen_q / 128), Kb = ceil(seqlen_kv / 128), and B and H as below, the operands are of HATTN_I32:
+/// - mask_block_cnt, full_block_cnt: [B, H, Qb], how many blocks are listed
+/// - mask_block_idx, full_block_idx: [B, H, Qb, Kb], which: so many entries of the last dimension, each 0 to Kb - 1
+/// - mask_bits: [B, H, Qb, 512 * block_mask_most_partial], 512 words for each partial block in the order of the list: 4 for each
+///   query. Bit j % 32 of word j / 32 is key j of the block.
+/// The CPU refuses wrong numbers. A GPU clamps counts and leaves out what is no block. Of a block that is listed twice, the first
+/// place counts. A block in both lists is full.
+pub type hattn_block_mask = i32;
+/// No lists.
+pub const HATTN_BLOCK_MASK_NONE: hattn_block_mask = 0;
+/// There are lists. B and H are 1: batch entries and heads share them.
+pub const HATTN_BLOCK_MASK_LISTS: hattn_block_mask = 1;
+/// Each batch entry has lists of its own: B is batch.
+pub const HATTN_BLOCK_MASK_PER_BATCH: hattn_block_mask = 2;
+/// Each query head has lists of its own: H is heads_q.
+pub const HATTN_BLOCK_MASK_PER_HEAD: hattn_block_mask = 4;
+/// There are lists of full blocks. Without this flag all listed blocks are partial.
+pub const HATTN_BLOCK_MASK_FULL_BLOCKS: hattn_block_mask = 8;
 
 /// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 pub type hattn_arch = i32;
@@ -114,11 +136,11 @@ pub struct CUstream_st {
 /// Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
 /// The CPU takes any head dims. On a GPU they are multiples of 8 (16 for HATTN_E4M3), up to those of the compiled kernels.
 #[repr(C)]
+#[allow(missing_docs, reason = "some comments are about the field below, too")]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct hattn_forward_problem {
-    /// sizeof(hattn_forward_problem).
+    /// sizeof(hattn_forward_problem), and HATTN_ABI_VERSION.
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Element type of Q, K and V: HATTN_F16, HATTN_BF16 or HATTN_E4M3 (with descale factors). On the CPU also HATTN_F32.
     pub dtype: hattn_dtype,
@@ -175,14 +197,12 @@ pub struct hattn_forward_problem {
     pub cu_seqlens_q: i32,
     /// 1: the sequences of K and V are packed: [total_kv, heads_kv, head_dim], with seqlen_kv as total_kv. 0: they are not.
     pub cu_seqlens_kv: i32,
-    /// 1: each sequence uses its first rows of Q only, packed or not. 0: it uses all of them.
+    /// 1: each sequence uses its first rows of Q (below: of K and V) only, packed or not. 0: it uses all of them.
     /// The mask of a sequence has the used lengths as its sizes.
     pub seqused_q: i32,
-    /// As seqused_q, for K and V.
     pub seqused_kv: i32,
-    /// About how many queries the longest sequence has. 0: unknown. A hint for speed, where lengths may differ.
+    /// About how many queries (below: keys) the longest sequence has. 0: unknown. A hint for speed, where lengths may differ.
     pub max_seqlen_q: i64,
-    /// As max_seqlen_q, for keys.
     pub max_seqlen_kv: i64,
     /// Element type of the attention sinks, one number s for each query head: HATTN_F32 or HATTN_BF16. 0: there are none.
     /// A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
@@ -197,6 +217,10 @@ pub struct hattn_forward_problem {
     /// 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
     /// enters the softmax: with scale, softcap and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
     pub max_logits: i32,
+    /// Lists of blocks beside the mask. 0: none. Not for HATTN_E4M3, packed sequences or used lengths.
+    pub block_mask: hattn_block_mask,
+    /// The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
+    pub block_mask_most_partial: i32,
 }
 
 impl hattn_forward_problem {
@@ -258,6 +282,8 @@ pub struct hattn_backward_problem {
     pub alibi: hattn_alibi,
     /// Must be 0.
     pub reserved: i32,
+    pub block_mask: hattn_block_mask,
+    pub block_mask_most_partial: i32,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -299,11 +325,11 @@ pub struct hattn_quantize_problem {
 /// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
 /// All other tensors are aligned to their elements. No two elements of an output have the same address.
 #[repr(C)]
+#[allow(missing_docs, reason = "one comment is about size and version")]
 #[derive(Clone, Copy, Debug)]
 pub struct hattn_tensor {
-    /// sizeof(hattn_tensor).
+    /// sizeof(hattn_tensor), and HATTN_ABI_VERSION.
     pub struct_size: u32,
-    /// HATTN_ABI_VERSION.
     pub abi_version: u32,
     /// Address of the first element, on the host or on a GPU. Not used if there are no elements.
     /// Inputs are only read, so a const pointer may be cast to this type.
@@ -347,12 +373,10 @@ pub struct hattn_forward_args {
     pub workspace: *mut c_void,
     /// Size of the workspace in bytes: at least what hattn_forward_plan_workspace_size gives.
     pub workspace_bytes: usize,
-    /// Descale factors of Q, read: HATTN_F32, finite and 0 or more. hattn_scaling says which shape.
+    /// Descale factors of Q, K and V, read: HATTN_F32, finite and 0 or more. hattn_scaling says which shape.
     /// Given exactly if the operands are HATTN_E4M3. The CPU refuses other values. A GPU makes NaN of what they enter.
     pub descale_q: *const hattn_tensor,
-    /// Descale factors of K, as descale_q.
     pub descale_k: *const hattn_tensor,
-    /// Descale factors of V, as descale_q.
     pub descale_v: *const hattn_tensor,
     /// The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32, 1 dimension of size 1.
     /// Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
@@ -366,9 +390,9 @@ pub struct hattn_forward_args {
     pub cu_seqlens_q: *const hattn_tensor,
     /// As cu_seqlens_q, for packed K and V.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q are used, read: `HATTN_I32` `[batch]`, 0 to its length. Otherwise as cu_seqlens_q.
+    /// How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as
+    /// cu_seqlens_q.
     pub seqused_q: *const hattn_tensor,
-    /// As seqused_q, for K and V.
     pub seqused_kv: *const hattn_tensor,
     /// The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
     pub sinks: *const hattn_tensor,
@@ -378,6 +402,13 @@ pub struct hattn_forward_args {
     /// The largest score of each query head, written: HATTN_F32 `[heads_q]`. -inf where a head has no kept key. A NaN does not count.
     /// Given exactly if the problem's max_logits is 1.
     pub max_logits: *const hattn_tensor,
+    /// The lists of blocks, read: hattn_block_mask says what they are. Given exactly if the problem's block_mask is not 0, and
+    /// the last two exactly if it has HATTN_BLOCK_MASK_FULL_BLOCKS.
+    pub mask_block_cnt: *const hattn_tensor,
+    pub mask_block_idx: *const hattn_tensor,
+    pub mask_bits: *const hattn_tensor,
+    pub full_block_cnt: *const hattn_tensor,
+    pub full_block_idx: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -401,6 +432,11 @@ impl hattn_forward_args {
             (Slot::Sinks, self.sinks),
             (Slot::AlibiSlopes, self.alibi_slopes),
             (Slot::MaxLogits, self.max_logits),
+            (Slot::MaskBlockCnt, self.mask_block_cnt),
+            (Slot::MaskBlockIdx, self.mask_block_idx),
+            (Slot::MaskBits, self.mask_bits),
+            (Slot::FullBlockCnt, self.full_block_cnt),
+            (Slot::FullBlockIdx, self.full_block_idx),
         ]
     }
 }
@@ -425,11 +461,9 @@ pub struct hattn_backward_args {
     /// The gradient of the log-sum-exp, read: HATTN_F32 [batch, heads_q, seqlen_q].
     /// Given exactly if the problem's d_lse is 1, otherwise null.
     pub d_lse: *const hattn_tensor,
-    /// The gradient of the queries, overwritten.
+    /// The gradients of queries, keys and values, overwritten. d_k and d_v are sums over the query heads that read a KV head.
     pub d_q: *const hattn_tensor,
-    /// The gradient of the keys, overwritten: the sum over the query heads that read them.
     pub d_k: *const hattn_tensor,
-    /// The gradient of the values, overwritten: the sum over the query heads that read them.
     pub d_v: *const hattn_tensor,
     /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
     pub workspace: *mut c_void,
@@ -443,8 +477,13 @@ pub struct hattn_backward_args {
     /// The attention sinks, and their gradient, overwritten: HATTN_F32 `[heads_q]`. Given exactly if the problem's d_sinks is 1.
     pub sinks: *const hattn_tensor,
     pub d_sinks: *const hattn_tensor,
-    /// The ALiBi slopes of the forward pass, read. Given exactly if the problem's alibi is not 0.
+    /// The ALiBi slopes and the lists of blocks are those of the forward pass, as in hattn_forward_args.
     pub alibi_slopes: *const hattn_tensor,
+    pub mask_block_cnt: *const hattn_tensor,
+    pub mask_block_idx: *const hattn_tensor,
+    pub mask_bits: *const hattn_tensor,
+    pub full_block_cnt: *const hattn_tensor,
+    pub full_block_idx: *const hattn_tensor,
 }
 
 impl hattn_backward_args {
@@ -468,6 +507,11 @@ impl hattn_backward_args {
             (Slot::Sinks, self.sinks),
             (Slot::DSinks, self.d_sinks),
             (Slot::AlibiSlopes, self.alibi_slopes),
+            (Slot::MaskBlockCnt, self.mask_block_cnt),
+            (Slot::MaskBlockIdx, self.mask_block_idx),
+            (Slot::MaskBits, self.mask_bits),
+            (Slot::FullBlockCnt, self.full_block_cnt),
+            (Slot::FullBlockIdx, self.full_block_idx),
         ]
     }
 }
@@ -499,11 +543,9 @@ pub struct hattn_quantize_tensor {
 pub struct hattn_quantize_args {
     pub struct_size: u32,
     pub abi_version: u32,
-    /// Queries. Null if they are not quantised.
+    /// Queries, keys and values. Null for each that is not quantised.
     pub q: *const hattn_quantize_tensor,
-    /// Keys. Null if they are not quantised.
     pub k: *const hattn_quantize_tensor,
-    /// Values. Null if they are not quantised.
     pub v: *const hattn_quantize_tensor,
     /// Two numbers for each of q, k and v, written: HATTN_F32 [3, 2]. Null if they are not wanted.
     /// The first counts the elements that were stored as 448 (or 14) because they were too large.
@@ -617,7 +659,7 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 176 bytes {
+    hattn_forward_problem: 104 to 184 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
@@ -625,14 +667,16 @@ layouts! {
         sm_margin 120, fill_gaps 124,
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
         sinks 160, softcap 164, alibi 168, max_logits 172,
+        block_mask 176, block_mask_most_partial 180,
     }
-    hattn_backward_problem: 104 to 168 bytes {
+    hattn_backward_problem: 104 to 176 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
         fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, reserved 164,
+        block_mask 168, block_mask_most_partial 172,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -640,17 +684,19 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 160 bytes {
+    hattn_forward_args: 64 to 200 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136,
         alibi_slopes 144, max_logits 152,
+        mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
     }
-    hattn_backward_args: 104 to 160 bytes {
+    hattn_backward_args: 104 to 200 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136, d_sinks 144,
         alibi_slopes 152,
+        mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,

@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use arrayvec::ArrayVec;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand, Operands,
-    Quantizer, Scaling, Slot,
+    AlibiSlopes, Arch, BackwardProblem, BlockMask, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand,
+    Operands, Quantizer, Scaling, Slot,
 };
 
 use crate::abi::*;
@@ -75,6 +75,7 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
             return Err(Failure::argument("alibi", other, allowed));
         }
     };
+    problem = problem.block_mask(block_mask(given)?);
     if given.output != 0 {
         let refuse = || match dtype {
             DType::E4M3 => {
@@ -133,6 +134,8 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         sinks: given.sinks,
         softcap: given.softcap,
         alibi: given.alibi,
+        block_mask: given.block_mask,
+        block_mask_most_partial: given.block_mask_most_partial,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;
@@ -186,6 +189,34 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
             let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2), HATTN_MASK_CHUNKED (3), \
                            HATTN_MASK_PREFIX (4)";
             Err(Failure::argument("mask", other, allowed))
+        }
+    }
+}
+
+/// The form of the lists of blocks. `None` where there are none.
+fn block_mask(given: &hattn_forward_problem) -> Outcome<Option<BlockMask>> {
+    const OPTIONS: hattn_block_mask =
+        HATTN_BLOCK_MASK_PER_BATCH | HATTN_BLOCK_MASK_PER_HEAD | HATTN_BLOCK_MASK_FULL_BLOCKS;
+    let most = given.block_mask_most_partial;
+    let refused = |allowed: &str| Error::Value {
+        what: "block_mask_most_partial",
+        got: most.to_string(),
+        allowed: allowed.into(),
+    };
+    let has = |flag| given.block_mask & flag != 0;
+    match given.block_mask {
+        HATTN_BLOCK_MASK_NONE if most != 0 => Err(refused("0 without a block_mask").into()),
+        HATTN_BLOCK_MASK_NONE => Ok(None),
+        flags if flags & !OPTIONS == HATTN_BLOCK_MASK_LISTS => {
+            let most = usize::try_from(most).map_err(|_| refused("0 and above"))?;
+            let lists = BlockMask::new(most).per_batch(has(HATTN_BLOCK_MASK_PER_BATCH));
+            let lists = lists.per_head(has(HATTN_BLOCK_MASK_PER_HEAD));
+            Ok(Some(lists.full_blocks(has(HATTN_BLOCK_MASK_FULL_BLOCKS))))
+        }
+        other => {
+            let allowed = "0, or HATTN_BLOCK_MASK_LISTS (1) with any of HATTN_BLOCK_MASK_PER_BATCH (2), \
+                           HATTN_BLOCK_MASK_PER_HEAD (4) and HATTN_BLOCK_MASK_FULL_BLOCKS (8) added";
+            Err(Failure::argument("block_mask", other, allowed))
         }
     }
 }

@@ -8,7 +8,6 @@ use crate::handle::{self, Handle};
 use crate::status::{Failure, entry, hattn_status};
 
 /// Which kernel was measured to be the fastest, for each version of the library, card and problem.
-///
 /// The program `hattn tune` measures and writes it as text. Many threads may use a tuning at once.
 pub struct hattn_tuning {
     tuning: Tuning,

@@ -110,7 +110,8 @@ fn type_of(name: &str) -> Option<&'static str> {
     declared.1.split_once(' ').map(|(of, _)| of)
 }
 
-/// Moves each constant behind its type, and sets negative numbers in parentheses. cbindgen writes all types first.
+/// Moves each constant behind its type, without a blank line, and sets negative numbers in parentheses. cbindgen writes all
+/// types first.
 fn arranged(text: &str) -> String {
     let mut blocks: Vec<String> = Vec::new();
     for block in text.split("\n\n") {
@@ -120,11 +121,10 @@ fn arranged(text: &str) -> String {
         };
         let block = if value.starts_with('-') { block.replace(value, &format!("({value})")) } else { block.into() };
         let of = type_of(name).map(|of| format!("typedef int32_t {of};"));
-        let at = of.and_then(|of| blocks.iter().position(|block| block.ends_with(&of))).map(|at| {
-            // Behind the constants that stand there already.
-            at + 1 + blocks[at + 1..].iter().take_while(|block| constant(block).is_some()).count()
-        });
-        blocks.insert(at.unwrap_or(blocks.len()), block);
+        match of.and_then(|of| blocks.iter_mut().find(|block| block.lines().any(|line| line == of))) {
+            Some(typed) => *typed += &format!("\n{block}"),
+            None => blocks.push(block),
+        }
     }
     blocks.join("\n\n")
 }
@@ -151,8 +151,24 @@ fn header() -> String {
     let mut text = Vec::new();
     bindings.write(&mut text);
     let text = String::from_utf8(text).expect("a header is text");
-    // Rust's word for the conditions of a call, which C's readers do not know.
-    arranged(&text.replace("// # Safety\n", "// The caller promises:\n"))
+    arranged(&promised(&text))
+}
+
+/// Says the conditions of a call in other words than Rust's, which C's readers do not know. A single condition stands beside
+/// these words.
+fn promised(text: &str) -> String {
+    let mut parts = text.split("//\n// # Safety\n");
+    let mut made = String::from(parts.next().unwrap_or_default());
+    for part in parts {
+        let (first, rest) = part.split_once('\n').expect("a declaration");
+        let condition = first.trim_start_matches("// ");
+        let is_single = !condition.starts_with('-') && !rest.starts_with("//");
+        let is_behind_list = made.lines().next_back().is_some_and(|line| line.starts_with("// -"));
+        made += if is_single && !is_behind_list { "" } else { "//\n" };
+        made += "// The caller promises:";
+        made += &if is_single { format!(" {condition}\n{rest}") } else { format!("\n{part}") };
+    }
+    made
 }
 
 #[test]
@@ -168,19 +184,18 @@ fn blocks() -> Vec<&'static str> {
 #[test]
 fn constants_stand_beside_their_types() {
     let mut tested = 0;
-    let mut of = "";
     for block in blocks() {
-        let last = block.lines().next_back().unwrap_or_default();
-        if let Some(name) = last.strip_prefix("typedef int32_t ") {
-            of = name.trim_end_matches(';');
-        } else if let Some((name, value)) = constant(block) {
-            let rust = type_of(name).unwrap_or("none");
-            let is_integer = ["u32", "i64", "none"].contains(&rust);
-            assert!(is_integer || rust == of, "{name}, a {rust}, stands behind {of}");
-            assert!(!value.starts_with('-'), "{name} {value}: a negative number needs parentheses");
-            tested += usize::from(!is_integer);
-        } else {
-            of = "";
+        let mut of = "";
+        for line in block.lines() {
+            if let Some(name) = line.strip_prefix("typedef int32_t ") {
+                of = name.trim_end_matches(';');
+            } else if let Some((name, value)) = constant(line) {
+                let rust = type_of(name).unwrap_or("none");
+                let is_integer = ["u32", "i64", "none"].contains(&rust);
+                assert!(is_integer || rust == of, "{name}, a {rust}, stands behind {of}");
+                assert!(!value.starts_with('-'), "{name} {value}: a negative number needs parentheses");
+                tested += usize::from(!is_integer);
+            }
         }
     }
     assert!(tested > 30, "{tested} constants");

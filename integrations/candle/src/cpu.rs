@@ -6,8 +6,9 @@ use hopper_attention::{
     Args, BackwardProblem, Device, Element, Float, ForwardProblem, Slot, Stream, TensorMut, TensorRef, Workspace, bf16,
 };
 
+use crate::blocks::Lists;
 use crate::error::refusal;
-use crate::offsets::{Packing, is_packed};
+use crate::offsets::is_packed;
 use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in host memory.
@@ -16,11 +17,11 @@ pub type Given<'a> = (&'a CpuStorage, &'a Layout);
 /// Computes O, and the LSE if the problem wants it.
 pub fn forward<T: Float + WithDType>(
     problem: &ForwardProblem,
-    packing: Option<&Packing>,
+    lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
     [sinks, slopes]: [Option<Given<'_>>; 2],
 ) -> Result<(CpuStorage, Option<CpuStorage>)> {
-    let ([is_packed, _], o_shape, lse_shape) = (is_packed(packing), problem.o_shape(), problem.lse_shape());
+    let ([is_packed, _], o_shape, lse_shape) = (is_packed(lists.packing), problem.o_shape(), problem.lse_shape());
     let (of_o, of_lse) = (dims(&o_shape, is_packed), dims(&lse_shape, is_packed));
     let (mut o, mut lse) = (vec![T::default(); elements(of_o)?], vec![0f32; elements(of_lse)?]);
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
@@ -29,7 +30,7 @@ pub fn forward<T: Float + WithDType>(
     if problem.wants_lse() {
         args = write(args, Slot::Lse, &mut lse, of_lse)?;
     }
-    let args = Packing::lend(packing, args)?;
+    let args = lists.lend(args)?;
     let plan = problem.plan(&Device::Cpu).map_err(refusal)?;
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).map_err(refusal)?;
     plan.run(&Stream::Cpu, &mut workspace, args).map_err(refusal)?;
@@ -39,7 +40,7 @@ pub fn forward<T: Float + WithDType>(
 /// Computes the gradients of Q, K and V, and that of the sinks if the problem wants it.
 pub fn backward<T: Float + WithDType>(
     problem: &BackwardProblem,
-    packing: Option<&Packing>,
+    lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
     [sinks, slopes]: [Option<Given<'_>>; 2],
     o: Given<'_>,
@@ -47,7 +48,7 @@ pub fn backward<T: Float + WithDType>(
     d_o: Given<'_>,
 ) -> Result<([CpuStorage; 3], Option<CpuStorage>)> {
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
-    let [q_is_packed, kv_is_packed] = is_packed(packing);
+    let [q_is_packed, kv_is_packed] = is_packed(lists.packing);
     let (of_q, of_k) = (dims(&shapes[0], q_is_packed), dims(&shapes[1], kv_is_packed));
     let of_v = dims(&shapes[2], kv_is_packed);
     let mut d_q = vec![T::default(); elements(of_q)?];
@@ -70,7 +71,7 @@ pub fn backward<T: Float + WithDType>(
         let layout = contiguous::<1>(&[problem.dims().heads_q])?;
         args = read_sinks(args, sinks)?.write(Slot::DSinks, TensorMut::host(&mut d_sinks, layout).map_err(refusal)?);
     }
-    let args = Packing::lend(packing, args)?;
+    let args = lists.lend(args)?;
     let plan = problem.plan(&Device::Cpu).map_err(refusal)?;
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).map_err(refusal)?;
     plan.run(&Stream::Cpu, &mut workspace, args).map_err(refusal)?;

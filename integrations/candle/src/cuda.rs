@@ -14,8 +14,9 @@ use hopper_attention::{
 };
 use lru::LruCache;
 
+use crate::blocks::Lists;
 use crate::error::refusal;
-use crate::offsets::{Packing, is_packed};
+use crate::offsets::is_packed;
 use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in GPU memory.
@@ -28,14 +29,14 @@ const PLANS: NonZeroUsize = NonZeroUsize::new(256).expect("not 0");
 /// Enqueues the computation of O, and of the LSE if the problem wants it.
 pub fn forward<T: Float + CudaDType + DeviceRepr>(
     problem: &ForwardProblem,
-    packing: Option<&Packing>,
+    lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
     [sinks, slopes]: [Option<Given<'_>>; 2],
 ) -> Result<(CudaStorage, Option<CudaStorage>)> {
     static CACHE: Plans<ForwardProblem, ForwardPlan> = Plans::new();
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
-    let ([is_packed, _], o_shape, lse_shape) = (is_packed(packing), problem.o_shape(), problem.lse_shape());
+    let ([is_packed, _], o_shape, lse_shape) = (is_packed(lists.packing), problem.o_shape(), problem.lse_shape());
     let (of_o, of_lse) = (dims(&o_shape, is_packed), dims(&lse_shape, is_packed));
     let mut o = uninitialised::<T>(device, elements(of_o)?)?;
     let mut lse = if problem.wants_lse() { Some(uninitialised::<f32>(device, elements(of_lse)?)?) } else { None };
@@ -46,7 +47,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     if let Some(lse) = &mut lse {
         args = write(args, Slot::Lse, lse, of_lse)?;
     }
-    let args = Packing::lend(packing, args)?;
+    let args = lists.lend(args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let stored = |lse| CudaStorage::wrap_cuda_slice(lse, device.clone());
     Ok((CudaStorage::wrap_cuda_slice(o, device.clone()), lse.map(stored)))
@@ -55,7 +56,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
 /// Enqueues the computation of the gradients of Q, K and V, and of that of the sinks if the problem wants it.
 pub fn backward<T: Float + CudaDType + DeviceRepr>(
     problem: &BackwardProblem,
-    packing: Option<&Packing>,
+    lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
     [sinks, slopes]: [Option<Given<'_>>; 2],
     o: Given<'_>,
@@ -66,7 +67,7 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
-    let [q_is_packed, kv_is_packed] = is_packed(packing);
+    let [q_is_packed, kv_is_packed] = is_packed(lists.packing);
     let (of_q, of_k) = (dims(&shapes[0], q_is_packed), dims(&shapes[1], kv_is_packed));
     let of_v = dims(&shapes[2], kv_is_packed);
     let mut d_q = uninitialised::<T>(device, elements(of_q)?)?;
@@ -91,7 +92,7 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
         let d_sinks = TensorMut::cuda(d_sinks.as_view_mut(), contiguous::<1>(&[heads])?).map_err(refusal)?;
         args = read_sinks(args, sinks)?.write(Slot::DSinks, d_sinks);
     }
-    let args = Packing::lend(packing, args)?;
+    let args = lists.lend(args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let d_sinks = d_sinks.map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone()));
     Ok(([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())), d_sinks))

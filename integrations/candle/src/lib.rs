@@ -52,6 +52,7 @@
 #![deny(missing_docs)]
 
 mod alibi;
+mod blocks;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -63,6 +64,7 @@ mod sinks;
 
 use candle_core::{Result, Tensor};
 
+pub use blocks::BlockLists;
 pub use error::{cause, refusal};
 pub use hopper_attention;
 pub use hopper_attention::{Arch, Corner, Mask};
@@ -83,7 +85,7 @@ use sinks::Sinks;
 /// - The tensors are not on one device, or on a device of Apple's.
 /// - The driver failed, or there is no memory.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<Tensor> {
-    attend(q, k, v, OfHeads::default(), None, options)
+    attend(q, k, v, Beside::default(), None, options)
 }
 
 /// As [`attention`], with an attention sink for each query head: `sinks` is `[heads_q]`, in f32 or bf16.
@@ -110,7 +112,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
 /// # Errors
 /// As [`attention`]. Also: the sinks are not `[heads_q]`, of another type, or on another device than Q, K and V.
 pub fn attention_with_sinks(q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor, options: &Options) -> Result<Tensor> {
-    attend(q, k, v, OfHeads { sinks: Some(sinks), ..OfHeads::default() }, None, options)
+    attend(q, k, v, Beside { sinks: Some(sinks), ..Beside::default() }, None, options)
 }
 
 /// As [`attention`], with linear biases (ALiBi): the score of query `i` and key `j` loses
@@ -141,14 +143,49 @@ pub fn attention_with_alibi(
     alibi_slopes: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, OfHeads { slopes: Some(alibi_slopes), ..OfHeads::default() }, None, options)
+    attend(q, k, v, Beside { slopes: Some(alibi_slopes), ..Beside::default() }, None, options)
 }
 
-/// What attention reads beside Q, K and V, a number for each query head.
+/// What attention reads beside Q, K and V.
 #[derive(Clone, Copy, Default)]
-struct OfHeads<'a> {
+struct Beside<'a> {
     sinks: Option<&'a Tensor>,
     slopes: Option<&'a Tensor>,
+    blocks: Option<&'a BlockLists>,
+}
+
+/// As [`attention`], with a block-sparse mask beside that of `options`: a pair is kept if both keep it. Blocks of 128 queries
+/// and 128 keys that no list has take no time.
+///
+/// [`BlockLists::from_mask`] makes the lists of a mask of u8, and [`BlockLists::new`] takes lists as FlexAttention's `BlockMask`
+/// has them. candle's autograd can compute gradients through O.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use hopper_attention_candle::{BlockLists, Options, attention_with_blocks};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let qkv = Tensor::randn(0f32, 1.0, (1, 300, 4, 64), &Device::Cpu)?;
+/// let documents = Tensor::arange(0u32, 300, &Device::Cpu)?.ge(100u32)?; // two, of 100 and 200 tokens
+/// let mask = documents.reshape((300, 1))?.broadcast_eq(&documents.reshape((1, 300))?)?;
+/// let blocks = BlockLists::from_mask(&mask.reshape((1, 1, 300, 300))?)?; // once, for all layers
+/// let o = attention_with_blocks(&qkv, &qkv, &qkv, &blocks, &Options::new())?;
+/// assert_eq!(o.dims(), [1, 300, 4, 64]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`attention`]. Also: the lists are of other sizes, or on another device, than Q, K and V. On the CPU: they hold what no
+/// lists can hold. On a GPU: with a softcap.
+pub fn attention_with_blocks(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    blocks: &BlockLists,
+    options: &Options,
+) -> Result<Tensor> {
+    blocks::check(blocks, q)?;
+    attend(q, k, v, Beside { blocks: Some(blocks), ..Beside::default() }, None, options)
 }
 
 /// What all calls with gradients do.
@@ -156,13 +193,13 @@ fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    OfHeads { sinks, slopes }: OfHeads<'_>,
+    Beside { sinks, slopes, blocks }: Beside<'_>,
     packing: Option<Packing>,
     options: &Options,
 ) -> Result<Tensor> {
     let has_gradients = [q, k, v].into_iter().chain(sinks).any(|tensor| tensor.track_op());
     let slopes = slopes.map(|slopes| alibi::slopes(slopes, q)).transpose()?;
-    let op = Attention::new(options, has_gradients, packing).with_slopes(slopes);
+    let op = Attention::new(options, has_gradients, packing).with_slopes(slopes).with_blocks(blocks.cloned());
     match sinks {
         None => q.apply_op3(k, v, op),
         Some(sinks) => {
@@ -213,7 +250,7 @@ pub fn attention_varlen(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, OfHeads::default(), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attend(q, k, v, Beside::default(), Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 /// As [`attention_varlen`], with linear biases: see [`attention_with_alibi`]. Distances are those of each sequence, and slopes
@@ -230,7 +267,7 @@ pub fn attention_varlen_with_alibi(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    let slopes = OfHeads { slopes: Some(alibi_slopes), ..OfHeads::default() };
+    let slopes = Beside { slopes: Some(alibi_slopes), ..Beside::default() };
     attend(q, k, v, slopes, Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
@@ -249,7 +286,7 @@ pub fn attention_varlen_with_sinks(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    let sinks = OfHeads { sinks: Some(sinks), ..OfHeads::default() };
+    let sinks = Beside { sinks: Some(sinks), ..Beside::default() };
     attend(q, k, v, sinks, Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
@@ -280,7 +317,7 @@ pub fn attention_padded_q(
 ) -> Result<Tensor> {
     let lengths = Lengths::new("seqlens_q", seqlens_q, q.dims().get(1).copied().unwrap_or(0), q.device())?;
     let packing = Packing { q: Queries::Padded(lengths), kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? };
-    attend(q, k, v, OfHeads { sinks, ..OfHeads::default() }, Some(packing), options)
+    attend(q, k, v, Beside { sinks, ..Beside::default() }, Some(packing), options)
 }
 
 /// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,

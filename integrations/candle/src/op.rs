@@ -10,12 +10,13 @@ use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, 
 use hopper_attention::{BackwardProblem, Error, bf16, f16};
 
 use crate::alibi;
+use crate::blocks::{BlockLists, Lists};
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{missing, refusal};
 use crate::offsets::{Packing, is_packed};
-use crate::problem::{OfHeads, Options, dims};
+use crate::problem::{Beside, Options, dims};
 use crate::sinks::Sinks;
 
 /// The forward pass of one call.
@@ -28,13 +29,16 @@ pub struct Attention {
     sinks: Option<Sinks>,
     /// ALiBi's slopes, in f32 without gaps.
     slopes: Option<Tensor>,
+    /// A block-sparse mask.
+    blocks: Option<BlockLists>,
     /// The LSE, once the forward pass has run. candle has no place for it beside the output.
     lse: OnceLock<Tensor>,
 }
 
 impl Attention {
     pub fn new(options: &Options, wants_lse: bool, packing: Option<Packing>) -> Self {
-        Self { options: options.clone(), wants_lse, packing, sinks: None, slopes: None, lse: OnceLock::new() }
+        let options = options.clone();
+        Self { options, wants_lse, packing, sinks: None, slopes: None, blocks: None, lse: OnceLock::new() }
     }
 
     /// With sinks, whose knot then stands in the place of K.
@@ -47,8 +51,13 @@ impl Attention {
         Self { slopes, ..self }
     }
 
-    fn of_heads(&self) -> OfHeads {
-        of_heads(self.sinks.as_ref(), self.slopes.as_ref())
+    /// With a block-sparse mask, if there is one.
+    pub fn with_blocks(self, blocks: Option<BlockLists>) -> Self {
+        Self { blocks, ..self }
+    }
+
+    fn beside(&self) -> Beside {
+        beside(self.sinks.as_ref(), self.slopes.as_ref(), self.blocks.as_ref())
     }
 
     /// The LSE, after a forward pass that wanted it.
@@ -113,12 +122,12 @@ impl CustomOp3 for Attention {
         with_memory!(sinks.map(|sinks| &sinks.k), Cpu, held => {
             let (k, of_k) = held.unwrap_or((k, of_k));
             let logits = sinks.map(|sinks| &sinks.logits);
-            let heads = self.of_heads();
-            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], heads, self.wants_lse, packing)?;
+            let (beside, lists) = (self.beside(), Lists { packing, blocks: self.blocks.as_ref() });
+            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], beside, self.wants_lse, packing)?;
             let qkv = [(q, of_q), (k, of_k), (v, of_v)];
             let (o, lse) = with_memory!(logits, Cpu, logits => {
                 with_memory!(self.slopes.as_ref(), Cpu, slopes => {
-                    by_type!(q.dtype(), cpu::forward(&problem, packing, qkv, [logits, slopes]))
+                    by_type!(q.dtype(), cpu::forward(&problem, lists, qkv, [logits, slopes]))
                 })
             })?;
             self.keep(lse.map(Storage::Cpu), problem.lse_shape());
@@ -140,12 +149,12 @@ impl CustomOp3 for Attention {
         with_memory!(sinks.map(|sinks| &sinks.k), Cuda, held => {
             let (k, of_k) = held.unwrap_or((k, of_k));
             let logits = sinks.map(|sinks| &sinks.logits);
-            let heads = self.of_heads();
-            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], heads, self.wants_lse, packing)?;
+            let (beside, lists) = (self.beside(), Lists { packing, blocks: self.blocks.as_ref() });
+            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], beside, self.wants_lse, packing)?;
             let qkv = [(q, of_q), (k, of_k), (v, of_v)];
             let (o, lse) = with_memory!(logits, Cuda, logits => {
                 with_memory!(self.slopes.as_ref(), Cuda, slopes => {
-                    by_type!(q.dtype(), cuda::forward(&problem, packing, qkv, [logits, slopes]))
+                    by_type!(q.dtype(), cuda::forward(&problem, lists, qkv, [logits, slopes]))
                 })
             })?;
             self.keep(lse.map(Storage::Cuda), problem.lse_shape());
@@ -172,7 +181,8 @@ impl CustomOp3 for Attention {
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
         let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
         let (options, slopes, rest) = (&self.options, self.slopes.as_ref(), OnceLock::new());
-        let gradients = Gradients { options, packing, sinks, slopes, o, lse, d_o: &d_o, rest };
+        let lists = Lists { packing, blocks: self.blocks.as_ref() };
+        let gradients = Gradients { options, lists, sinks, slopes, o, lse, d_o: &d_o, rest };
         // As an operation on Q, K and V, which may share their memory: candle then locks it once for all of them.
         let d_q = q.apply_op3_no_bwd(sinks.map_or(k, |sinks| &sinks.k), v, &gradients)?;
         let Rest { d_k, d_v, d_sinks } = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
@@ -189,7 +199,7 @@ impl CustomOp3 for Attention {
 /// The backward pass of one call: an operation on Q, K and V whose output is dQ.
 struct Gradients<'a> {
     options: &'a Options,
-    packing: Option<&'a Packing>,
+    lists: Lists<'a>,
     sinks: Option<&'a Sinks>,
     slopes: Option<&'a Tensor>,
     o: &'a Tensor,
@@ -210,11 +220,12 @@ struct Rest {
 impl Gradients<'_> {
     fn problem(&self, dtype: DType, qkv: [&Layout; 3]) -> Result<BackwardProblem> {
         let wants_d_sinks = self.sinks.is_some_and(|sinks| sinks.has_gradient);
-        self.options.backward(dtype, qkv, of_heads(self.sinks, self.slopes), wants_d_sinks, self.packing)
+        let beside = beside(self.sinks, self.slopes, self.lists.blocks);
+        self.options.backward(dtype, qkv, beside, wants_d_sinks, self.lists.packing)
     }
 
     fn keep(&self, problem: &BackwardProblem, [d_k, d_v]: [Storage; 2], d_sinks: Option<Storage>) {
-        let [_, is_packed] = is_packed(self.packing);
+        let [_, is_packed] = is_packed(self.lists.packing);
         let d_k = tensor(d_k, dims(&problem.d_k_shape(), is_packed));
         let d_v = tensor(d_v, dims(&problem.d_v_shape(), is_packed));
         let d_sinks = d_sinks.map(|d_sinks| tensor(d_sinks, &[problem.dims().heads_q]));
@@ -247,11 +258,11 @@ impl CustomOp3 for Gradients<'_> {
         let logits = self.sinks.map(|sinks| &sinks.logits);
         let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cpu, logits => {
             with_memory!(self.slopes, Cpu, slopes => {
-                by_type!(q.dtype(), cpu::backward(&problem, self.packing, qkv, [logits, slopes], o, lse, d_o))
+                by_type!(q.dtype(), cpu::backward(&problem, self.lists, qkv, [logits, slopes], o, lse, d_o))
             })
         })?;
         self.keep(&problem, [d_k, d_v].map(Storage::Cpu), d_sinks.map(Storage::Cpu));
-        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.packing)[0]).into()))
+        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.lists.packing)[0]).into()))
     }
 
     #[cfg(feature = "cuda")]
@@ -274,17 +285,18 @@ impl CustomOp3 for Gradients<'_> {
         let logits = self.sinks.map(|sinks| &sinks.logits);
         let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cuda, logits => {
             with_memory!(self.slopes, Cuda, slopes => {
-                by_type!(q.dtype(), cuda::backward(&problem, self.packing, qkv, [logits, slopes], o, lse, d_o))
+                by_type!(q.dtype(), cuda::backward(&problem, self.lists, qkv, [logits, slopes], o, lse, d_o))
             })
         })?;
         self.keep(&problem, [d_k, d_v].map(Storage::Cuda), d_sinks.map(Storage::Cuda));
-        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.packing)[0]).into()))
+        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.lists.packing)[0]).into()))
     }
 }
 
-/// What a problem with these has for each query head.
-fn of_heads(sinks: Option<&Sinks>, slopes: Option<&Tensor>) -> OfHeads {
-    OfHeads { sinks: sinks.map(|sinks| sinks.logits.dtype()), alibi: slopes.map(alibi::option) }
+/// What a problem with these has beside its tensors.
+fn beside(sinks: Option<&Sinks>, slopes: Option<&Tensor>, blocks: Option<&BlockLists>) -> Beside {
+    let sinks = sinks.map(|sinks| sinks.logits.dtype());
+    Beside { sinks, alibi: slopes.map(alibi::option), blocks: blocks.map(BlockLists::option) }
 }
 
 /// A tensor without gaps that is no part of a graph.

@@ -1,16 +1,17 @@
 //! From candle's layouts to problems.
 
 use candle_core::{DType, Layout, Result};
-use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Dims, Error, ForwardProblem, Mask};
+use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, BlockMask, Dims, Error, ForwardProblem, Mask};
 
 use crate::error::refusal;
 use crate::offsets::{Packing, is_packed};
 
-/// What a problem has for each query head: sinks of this type, and these slopes.
+/// What a problem has beside its tensors: sinks of this type, these slopes, and a block-sparse mask of this form.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct OfHeads {
+pub(crate) struct Beside {
     pub sinks: Option<DType>,
     pub alibi: Option<AlibiSlopes>,
+    pub blocks: Option<BlockMask>,
 }
 
 /// What attention computes, beside its tensors.
@@ -80,14 +81,14 @@ impl Options {
         Self { max_seqlens: [Some(queries), Some(keys)], ..self }
     }
 
-    /// The forward problem of tensors with these layouts, and of these sinks and slopes. A packed tensor has no dimension `batch`.
+    /// The forward problem of tensors with these layouts, and of what is beside them. A packed tensor has no dimension `batch`.
     ///
     /// Rows that belong to no sequence are filled, so that every output is written in full.
     pub(crate) fn forward(
         &self,
         dtype: DType,
         [q, k, v]: [&Layout; 3],
-        OfHeads { sinks, alibi }: OfHeads,
+        Beside { sinks, alibi, blocks }: Beside,
         lse: bool,
         packing: Option<&Packing>,
     ) -> Result<ForwardProblem> {
@@ -123,6 +124,7 @@ impl Options {
         if let Some(slopes) = alibi {
             problem = problem.alibi(slopes);
         }
+        problem = problem.block_mask(blocks);
         problem = match sinks {
             None => problem,
             Some(DType::F32) => problem.sinks(hopper_attention::DType::F32),
@@ -147,11 +149,11 @@ impl Options {
         &self,
         dtype: DType,
         qkv: [&Layout; 3],
-        of_heads: OfHeads,
+        beside: Beside,
         wants_d_sinks: bool,
         packing: Option<&Packing>,
     ) -> Result<BackwardProblem> {
-        let forward = self.forward(dtype, qkv, of_heads, true, packing)?;
+        let forward = self.forward(dtype, qkv, beside, true, packing)?;
         let options = BackwardProblem::builder(&forward).deterministic(self.deterministic);
         options.d_sinks(wants_d_sinks).build().map_err(refusal)
     }

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_transformers::models::bert::BertModel;
 use candle_transformers::models::{llama, qwen3};
 use hopper_attention_candle::hopper_attention::Error;
-use hopper_attention_candle::{Mask, Options, attention, attention_with_lse, cause};
+use hopper_attention_candle::{BlockLists, Mask, Options, attention, attention_with_blocks, attention_with_lse, cause};
 use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, qwen_config};
 use hopper_attention_integration_tests::gradients;
 use hopper_attention_integration_tests::language::{Setup, train, verdict};
@@ -93,6 +93,45 @@ fn sinks_are_computed_with_their_gradient() -> Result<()> {
                     }
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// A mask with full, empty and partial blocks: on the GPU as on the CPU, where other tests look at it.
+#[test]
+fn block_sparse_masks_are_those_of_the_cpu() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let (rows, columns) = (260, 390);
+    let kept = (0..2 * rows * columns).map(|pair| {
+        let (of, q, kv) = (pair / (rows * columns), pair / columns % rows, pair % columns);
+        let kind = (q / 128 + kv / 128 + of) % 3;
+        u8::from(kind == 0 || (kind == 1 && (q * 7 + kv * 13 + of) % 5 < 2))
+    });
+    let mask = Tensor::from_iter(kept, &Device::Cpu)?.reshape((2, 1, rows, columns))?;
+    let random = |rows, heads| Tensor::randn(0f32, 1.0, (2, rows, heads, 64), &Device::Cpu);
+    let qkv = [random(rows, 4)?, random(columns, 2)?, random(columns, 2)?];
+    let weight = random(rows, 4)?;
+    for (dtype, bound) in [(DType::BF16, 2e-2), (DType::F16, 4e-3)] {
+        let run = |device: &Device, of_run: DType| {
+            let vars = [0, 1, 2]
+                .map(|at: usize| Var::from_tensor(&qkv[at].to_dtype(dtype)?.to_dtype(of_run)?.to_device(device)?));
+            let [q, k, v] = vars;
+            let (q, k, v) = (q?, k?, v?);
+            let blocks = BlockLists::from_mask(&mask.to_device(device)?)?;
+            let o = attention_with_blocks(&q, &k, &v, &blocks, &Options::new())?;
+            let weight = weight.to_dtype(dtype)?.to_dtype(of_run)?.to_device(device)?;
+            let gradients = o.mul(&weight)?.sum_all()?.backward()?;
+            let of = |var: &Var| gradients.get(var).expect("a gradient").clone();
+            let all = [o.detach(), of(&q), of(&k), of(&v)];
+            all.map(|tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32))
+                .into_iter()
+                .collect::<Result<Vec<_>>>()
+        };
+        for (at, (got, want)) in run(&device, dtype)?.iter().zip(run(&Device::Cpu, DType::F32)?).enumerate() {
+            let largest = want.abs()?.max_all()?.to_scalar::<f32>()?;
+            let worst = difference(got, &want)?.0;
+            assert!(worst <= bound * largest, "{dtype:?} {at}: {worst} of {largest}");
         }
     }
     Ok(())

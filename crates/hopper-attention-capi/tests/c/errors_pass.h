@@ -409,6 +409,15 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.softcap = -1.0F, HATTN_ERROR_VALUE, "softcap", "-1", "0 (none), or finite and above 0");
   NO_PLAN(problem.softcap = NAN, HATTN_ERROR_VALUE, "softcap", "NaN", "finite and above 0");
   NO_PLAN(problem.alibi = 3, HATTN_ERROR_ARGUMENT, "alibi", "3", "HATTN_ALIBI_PER_BATCH (2)");
+  NO_PLAN(problem.block_mask = 2, HATTN_ERROR_ARGUMENT, "block_mask", "2", "HATTN_BLOCK_MASK_LISTS (1)");
+  NO_PLAN(problem.block_mask = 17, HATTN_ERROR_ARGUMENT, "block_mask", "17", "HATTN_BLOCK_MASK_FULL_BLOCKS (8)");
+  NO_PLAN(problem.block_mask = -1, HATTN_ERROR_ARGUMENT, "block_mask", "-1", "HATTN_BLOCK_MASK_LISTS (1)");
+  NO_PLAN(problem.block_mask_most_partial = 1, HATTN_ERROR_VALUE, "block_mask_most_partial", "1",
+          "0 without a block_mask");
+  problem.block_mask = HATTN_BLOCK_MASK_LISTS;
+  NO_PLAN(problem.block_mask_most_partial = -1, HATTN_ERROR_VALUE, "block_mask_most_partial", "-1", "0 and above");
+  problem.block_mask = HATTN_BLOCK_MASK_LISTS;
+  NO_PLAN(problem.block_mask_most_partial = 9, HATTN_ERROR_VALUE, "block_mask.most_partial", "9", "the blocks of keys");
   NO_PLAN(problem.softcap = INFINITY, HATTN_ERROR_VALUE, "softcap", "inf", "finite and above 0");
   problem.mask = HATTN_MASK_WINDOW;
   NO_PLAN(problem.window_left = -2, HATTN_ERROR_VALUE, "window_left", "-2", "HATTN_UNBOUNDED (-1)");
