@@ -10,6 +10,7 @@ use hopper_attention::{Args, Element, Layout, Operand, Stream, TensorRef};
 
 use super::buffer::{Buffer, Memory};
 use crate::args::FileLayout;
+use crate::blocks::is_list;
 
 /// A host tensor and its copy.
 pub struct OnGpu<'h, T> {
