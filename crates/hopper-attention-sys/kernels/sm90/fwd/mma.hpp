@@ -20,6 +20,7 @@
 #include "common/max_logits.hpp"
 #include "common/scalars.hpp"
 #include "common/visits.hpp"
+#include "sm90/fwd/alibi.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/shares.hpp"
@@ -263,6 +264,25 @@ struct Mma {
         add_bias(visit);
       }
     };
+    // The same of a block that is exponentiated unseen. With ALiBi it is before the diagonal (alibi.hpp).
+    auto modify_unseen = [&](int visit, float(&references)[2]) __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (scalars.softcap.caps()) {
+          cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
+        }
+        if (has_alibi(params)) {
+          float const slope = slope_of_tile();
+          int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
+          int const distance = own_row_anew() + diagonal() - first_key;
+          if (alibi_falls_apart(slope, scalars.scale_log2) && !wants_max_logits(params)) {
+            add_alibi_of_keys<Traits::kTileN>(tSrS, slope);
+            add_alibi_of_rows(references, slope * scalars.scale_log2, distance);
+          } else {
+            add_alibi<Traits::kTileN>(tSrS, slope, distance);
+          }
+        }
+      }
+    };
     // Behind the mask.
     auto see_largest = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
@@ -348,9 +368,9 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      modify(visit);
       float rescale[2];
       if constexpr (decltype(masked)::value) {
+        modify(visit);
         constexpr float kUnmoved = -1.0F;  // no factor is negative
         rescale[0] = kUnmoved;
         if constexpr (kIsListed) {
@@ -373,9 +393,11 @@ struct Mma {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
         // is released before the wait, as its next copy takes long.
+        float references[2] = {softmax.reference[0], softmax.reference[1]};
+        modify_unseen(visit, references);
         see_largest();
         float sums[2];
-        bool const stops = softmax.unseen_block(tSrS, scalars.scale_log2, sums);
+        bool const stops = softmax.unseen_block(tSrS, scalars.scale_log2, references, sums);
         if (!stops) {
           arrive_k();
         }

@@ -193,13 +193,14 @@ struct ExactSoftmax {
     add(sums);
   }
 
-  // Any other later block. If the result is true, the warp stops.
+  // Any other later block, against the rows' references or what a modifier makes of them. If the result is true, the
+  // warp stops.
   template <class Scores>
-  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float (&sums)[2]) {
+  CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float const (&references)[2], float (&sums)[2]) {
     if (tracks) {
-      exponentiate_and_track(scores, scale_log2, sums);
+      exponentiate_and_track(scores, scale_log2, references, sums);
     } else {
-      Base::exponentiate(scores, scale_log2, reference, sums);
+      Base::exponentiate(scores, scale_log2, references, sums);
     }
     return __any_sync(0xffffffffU, (sums[0] >= limit[0]) | (sums[1] >= limit[1]));
   }
@@ -207,9 +208,10 @@ struct ExactSoftmax {
   // Adds what rounding does to the largest weights. Maxima are taken between the exponentials, which leave time for
   // them.
   template <class Scores>
-  CUTE_DEVICE void exponentiate_and_track(Scores& scores, float scale_log2, float (&sums)[2]) {
+  CUTE_DEVICE void exponentiate_and_track(Scores& scores, float scale_log2, float const (&references)[2],
+                                          float (&sums)[2]) {
     int most[2] = {0, 0};  // weights are not negative, so that they compare as integers do
-    Base::exponentiate(scores, scale_log2, reference, sums, [&](int r, float p, float q) {
+    Base::exponentiate(scores, scale_log2, references, sums, [&](int r, float p, float q) {
       most[r] = __vimax3_s32(most[r], __float_as_int(p), __float_as_int(q));
     });
     // Rows whose weights are too large for the type will move, and are left out.

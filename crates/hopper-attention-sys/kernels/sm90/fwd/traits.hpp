@@ -142,7 +142,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kRowsApart = kWays == 2 ? 0 : 64;
 
   // This thread's index in the CTA. Three consumers are short of registers.
-  CUTE_DEVICE static int thread_index() { return hattn::thread_index<kConsumers == 3 || kModified>(); }
+  CUTE_DEVICE static int thread_index() { return hattn::thread_index<(kConsumers == 3 || kModified)>(); }
 
   using MmaQK = Wgmma<Element, float, kTileN>;
   using MmaPV = Wgmma<Element, float, kHeadDimVO>;
