@@ -149,6 +149,7 @@ mod tests {
     #[test]
     fn python_has_the_same_lists() {
         let listed = |one_in, query| (0..20).filter(|&key| is_listed(one_in, query, key)).collect::<Vec<_>>();
-        println!("{:?}", [(2, 0), (4, 7), (16, 19)].map(|(one_in, query)| listed(one_in, query)));
+        assert_eq!(listed(2, 0), [0, 1, 2, 3, 5, 6, 10, 11, 12, 16]);
+        assert_eq!((listed(4, 7), listed(16, 19)), (vec![5, 7, 19], vec![5, 19]));
     }
 }
