@@ -3,7 +3,7 @@
 use hopper_attention::{Corner, Mask};
 use hopper_attention_verify::case::random::capped;
 
-use crate::packing::{Kind, Packing};
+use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
 
@@ -14,39 +14,30 @@ fn kinds() -> impl Iterator<Item = Alibi> + Clone {
     Alibi::ALL.into_iter().filter(|kind| !kind.is_none())
 }
 
+/// Those of all modifiers. The corner says where the diagonal is, so there is one more of the other corner, and one with a prefix.
 fn masks() -> [Mask; 6] {
-    [
-        Mask::Full,
-        Mask::causal(),
-        Mask::Causal { corner: Corner::TopLeft },
-        Mask::window(Some(70), Some(9)),
-        Mask::window(Some(127), Some(0)),
-        Mask::prefix(40),
-    ]
+    let [full, causal, window, short] = modifiers::masks();
+    [full, causal, Mask::Causal { corner: Corner::TopLeft }, window, short, Mask::prefix(40)]
 }
 
 /// What a case may have beside slopes, in turns: a cap, sinks, the maximum logits.
 fn with_others(case: Case, turn: usize, sinks: Sinks) -> Case {
     let case = if turn.is_multiple_of(4) { capped(case, ([15.0, 50.0][turn / 4 % 2], turn % 8 < 4)) } else { case };
-    let mut case = case.max_logits(turn % 3 != 1);
-    case.sinks = if turn.is_multiple_of(5) { sinks } else { Sinks::None };
-    case.seed = turn as u64 / 2;
-    case
+    let sinks = if turn.is_multiple_of(5) { sinks } else { Sinks::None };
+    Case { sinks, ..case.max_logits(turn % 3 != 1) }
 }
 
 /// Every kind with every mask: short and long rows, rows without keys, no keys at all, many keys for few queries. Some have no slopes
 /// but the maximum logits.
 pub fn cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    let sizes = [(197, 290), (300, 140), (1, 700), (64, 1500), (130, 1), (40, 0)];
     for &(head_dim, head_dim_vo) in
         grid.pick(&[(64, 64), (128, 128)][..], &[(64, 64), (128, 128), (72, 72), (96, 96), (256, 256), (192, 128)])
     {
         for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
-            for (seqlen_q, seqlen_kv) in sizes {
+            for size in SIZES {
                 let turn = cases.len();
-                let case = Case::new(seqlen_q, seqlen_kv, head_dim, mask).head_dim_vo(head_dim_vo);
-                let case = case.heads(1 + turn % 2, 6, [1, 2, 6][turn % 3]);
+                let case = dense(turn, size, head_dim, mask).head_dim_vo(head_dim_vo);
                 let mut case = with_others(case.alibi(alibi), turn, Sinks::Normal);
                 case.lse = turn % 11 != 0;
                 if turn % 7 == 6 {
@@ -61,23 +52,13 @@ pub fn cases(grid: Grid) -> Vec<Case> {
 
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
-    let both = [true; 2];
-    let packings = [
-        Kind { packed: both, used: [false; 2], fill_gaps: true },
-        Kind { packed: both, used: both, fill_gaps: false },
-        Kind { packed: [false; 2], used: [false, true], fill_gaps: true },
-    ];
     let mut cases = Vec::new();
     for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
         for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
-            for kind in packings {
+            for kind in PACKINGS {
                 let turn = cases.len();
-                let batch = if kind.packed == both { [4, 13, 70, 1200][turn % 4] } else { 3 };
-                let rows = if kind.packed == both { 700 } else { 150 };
-                let case = Case::new(rows, rows, head_dim, mask).heads(batch, 4, [1, 2, 4][turn % 3]);
-                let mut case = with_others(case.alibi(alibi), turn, Sinks::Mixed);
-                case.packing = Packing::random(kind, batch, [rows; 2], case.seed);
-                cases.push(case);
+                let case = packed(turn, kind, head_dim, mask).alibi(alibi);
+                cases.push(with_others(case, turn, Sinks::Mixed));
             }
         }
     }

@@ -1,14 +1,13 @@
 //! ALiBi and maximum logits through the CPU backend, under the tolerance; and what the tolerance must notice.
 
 use hopper_attention::reference::{self, Modifiers, Tensor};
-use hopper_attention::{DType, Mask, bf16, f16};
+use hopper_attention::{Mask, bf16, f16};
 use hopper_attention_tests::alibi::{Alibi, AlibiImage, MISTAKES, Mistake, cases, packed_cases};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random;
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
-use rayon::prelude::*;
+use hopper_attention_tests::runner::{Prepared, Ready, Runner};
 
 /// Every 43rd case, from this one on: 43 divides none of the numbers of sizes, masks and kinds, so that these have all of them.
 /// The oracle takes too long for all cases here. The kernels' tests take them.
@@ -17,27 +16,24 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(43).collect()
 }
 
-fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
+fn take<P: Ready>(what: &str, cases: &[Case]) {
     let mut runner = Runner::new([what]);
-    let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
-    for (case, verdict) in cases.iter().zip(verdicts) {
-        runner.take(0, case, DType::BF16, verdict);
-    }
+    runner.take_cpu::<P>(0, cases);
     runner.finish();
 }
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &some(0));
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &some(1));
-    take("cpu f16", |case| Prepared::<f16>::of(case).verdict_on_cpu(), &some(2));
+    take::<Prepared<f32>>("cpu f32", &some(0));
+    take::<Prepared<bf16>>("cpu bf16", &some(1));
+    take::<Prepared<f16>>("cpu f16", &some(2));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &some(3));
-    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &some(4));
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &some(5));
+    take::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
+    take::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
 }
 
 /// What `hattn fuzz` draws.
@@ -52,10 +48,10 @@ fn random_cases_keep_the_tolerance() {
     });
     let drawn = drawn.filter(|case| !case.alibi.is_none() || case.max_logits);
     let drawn: Vec<_> = drawn.take(Grid::from_env().pick(15, 30)).collect();
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &drawn);
+    take::<Prepared<bf16>>("cpu bf16", &drawn);
+    take::<Prepared<f32>>("cpu f32", &drawn);
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    take::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
 }
 
 /// Results with other slopes fail, in O, in the LSE and in the gradients.
