@@ -3,7 +3,9 @@
 use hopper_attention::{Corner, Mask};
 use hopper_attention_verify::case::random::capped;
 
+use crate::data::{Garbage, Input, Values};
 use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
+use crate::packing::Packing;
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
 
@@ -60,6 +62,42 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
                 let case = packed(turn, kind, head_dim, mask).alibi(alibi);
                 cases.push(with_others(case, turn, Sinks::Mixed));
             }
+        }
+    }
+    cases
+}
+
+/// Maximum logits where a row of Q or K in every second head holds garbage: with caps and without, with slopes and without.
+pub fn garbage_in_scores(mask: Mask, head_dim: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (garbage, input) in Garbage::ALL.into_iter().flat_map(|garbage| [(garbage, Input::Q), (garbage, Input::K)]) {
+        for (i, cap) in [0.0, 1.0, 50.0].into_iter().enumerate() {
+            // Two seeds have garbage in all of a row, and in one column.
+            for seed in [8201, 8202] {
+                let alibi = [Alibi::None, Alibi::Standard, Alibi::Mixed][(i + cases.len() / 2) % 3];
+                let case = Case::new(97, 150, head_dim, mask).heads(2, 6, 2).softcap(cap).alibi(alibi).max_logits(true);
+                cases.push(Case { values: Values::Garbage(input, garbage), seed, ..case });
+            }
+        }
+    }
+    cases
+}
+
+/// Maximum logits where no sequence has a query: no rows at all, rows of no sequence, and queries of which none is used.
+pub fn empty_sequences(head_dim: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (rows, fill_gaps) in [(0, false), (0, true), (40, false), (40, true)] {
+        let case = Case::new(rows, 60, head_dim, Mask::Full).heads(3, 4, 2).max_logits(true);
+        let packed = Packing {
+            cu_seqlens_q: Some(vec![0; 4]),
+            cu_seqlens_kv: Some(vec![0, 10, 10, 60]),
+            fill_gaps,
+            ..Packing::default()
+        };
+        let unused =
+            Packing { seqused_q: Some(vec![0; 3]), seqused_kv: Some(vec![60, 0, 7]), fill_gaps, ..Packing::default() };
+        for (packing, alibi) in [(packed.clone(), Alibi::None), (packed, Alibi::Mixed), (unused, Alibi::Standard)] {
+            cases.push(Case { packing, ..case.clone().alibi(alibi) });
         }
     }
     cases

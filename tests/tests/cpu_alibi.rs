@@ -2,10 +2,12 @@
 
 use hopper_attention::reference::{self, Modifiers, Tensor};
 use hopper_attention::{Mask, bf16, f16};
-use hopper_attention_tests::alibi::{Alibi, AlibiImage, MISTAKES, Mistake, cases, packed_cases};
+use hopper_attention_tests::alibi::{
+    Alibi, AlibiImage, MISTAKES, Mistake, cases, empty_sequences, garbage_in_scores, packed_cases,
+};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random;
-use hopper_attention_tests::data::{Image, Poison};
+use hopper_attention_tests::data::{Garbage, Image, Poison, Values};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::{Prepared, Ready, Runner};
 
@@ -136,4 +138,55 @@ fn wrong_maximum_logits_are_noticed() {
     }
     let off: Vec<f64> = exact.max_logits.iter().map(|logit| logit.value + 1e-3).collect();
     assert!(!checked(&off).passed());
+}
+
+/// Scores of garbage count, unless they are NaN. A result that leaves out infinite scores is wrong, and so is one with NaN.
+#[test]
+fn maximum_logits_of_garbage() {
+    let cases: Vec<Case> =
+        [Mask::Full, Mask::causal()].into_iter().flat_map(|mask| garbage_in_scores(mask, 24)).collect();
+    take::<Prepared<f32>>("cpu f32", &cases);
+    take::<Prepared<bf16>>("cpu bf16", &cases);
+    take::<Prepared<f16>>("cpu f16", &cases);
+    // Of infinite garbage all is known: no order of a sum makes another score of it. And f16 has no numbers whose sums overflow.
+    let known = |case: &&Case| matches!(case.values, Values::Garbage(_, Garbage::Infinity | Garbage::MinusInfinity));
+    let noticed: usize = cases.iter().filter(known).map(left_out::<bf16>).sum();
+    assert!(noticed > 40, "{noticed}");
+    let noticed: usize = cases.iter().map(left_out::<f16>).sum();
+    assert!(noticed > 60, "{noticed}");
+}
+
+/// Whether the maximum logits are others without the garbage. Then these fail.
+fn left_out<T: Poison>(case: &Case) -> usize {
+    let Values::Garbage(input, _) = case.values else { panic!("{case}") };
+    let prepared = Prepared::<T>::new(case);
+    let without = Prepared::<T>::new(&Case { values: Values::Garbage(input, Garbage::Nan), ..case.clone() });
+    let of = |prepared: &Prepared<T>| -> Vec<f64> {
+        prepared.expected.oracle().max_logits.iter().map(|logit| logit.value).collect()
+    };
+    let exact = prepared.expected.oracle();
+    let passes = |max_logits: &[f64]| {
+        let report = prepared.expected.check_with(&exact.o, Some(&exact.lse), max_logits).unwrap();
+        report.max_logits.as_ref().expect("figures").worst_ratio <= 1.0
+    };
+    let (right, wrong) = (of(&prepared), of(&without));
+    assert!(passes(&right), "{case}");
+    let nan: Vec<f64> = right.iter().map(|_| f64::NAN).collect();
+    assert!(!passes(&nan), "{case}");
+    let differ = right.iter().zip(&wrong).any(|(a, b)| a != b && !((a - b).abs() < 1e-3 * b.abs()));
+    assert!(!differ || !passes(&wrong), "{}, {case}: {right:?}, {wrong:?}", T::DTYPE);
+    usize::from(differ)
+}
+
+/// Without queries the maximum logits are -inf.
+#[test]
+fn maximum_logits_of_empty_sequences() {
+    let cases = empty_sequences(24);
+    take::<Prepared<bf16>>("cpu bf16", &cases);
+    take::<Prepared<f32>>("cpu f32", &cases);
+    for case in cases {
+        let prepared = Prepared::<bf16>::of(&case);
+        let max_logits = prepared.on_cpu().unwrap().max_logits.expect("maximum logits").values();
+        assert_eq!(max_logits, [f64::NEG_INFINITY; 4], "{case}");
+    }
 }

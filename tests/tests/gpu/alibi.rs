@@ -2,7 +2,7 @@
 //! no query writes.
 
 use hopper_attention::{AlibiSlopes, BackwardProblem, Corner, DType, Device, Error, KernelInfo, Mask, MaskClass};
-use hopper_attention_tests::alibi::{Alibi, cases, packed_cases};
+use hopper_attention_tests::alibi::{Alibi, cases, empty_sequences, garbage_in_scores, packed_cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::problems::{Case, Grid};
@@ -124,6 +124,29 @@ fn maximum_logits_of_nothing() {
             with_dtype!(row.dtype(), judged(&gpu, &row, &case));
             with_dtype!(row.dtype(), judged(&gpu, &row, &case.alibi(Alibi::Mixed)));
         }
+    }
+}
+
+/// The same of sequences without queries: the launch of a packed forward has no kernel to start, or one without tiles.
+#[test]
+fn maximum_logits_of_empty_sequences() {
+    let Some(gpu) = Gpu::open("maximum_logits_of_empty_sequences") else { return };
+    let rows = packing_rows(biasing(&gpu, gpu.modified_rows(), false));
+    let mut taken = 0;
+    for row in narrow(rows).filter(|row| row.mask() == MaskClass::Full) {
+        empty_sequences(64).iter().for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, case)));
+        taken += 1;
+    }
+    assert!(taken > 0);
+}
+
+/// Scores that are infinite or overflow count, and NaN does not. A sum that overflows in one order alone may be any of what it may be.
+#[test]
+fn maximum_logits_of_garbage() {
+    let Some(gpu) = Gpu::open("maximum_logits_of_garbage") else { return };
+    for row in narrow(biasing(&gpu, gpu.modified_rows(), false)) {
+        let cases = garbage_in_scores(mask_of(row.mask()), 64);
+        cases.iter().for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, case)));
     }
 }
 
