@@ -3,7 +3,9 @@
 use hopper_attention::{Corner, Mask};
 use hopper_attention_verify::case::random::capped;
 
-use crate::packing::{Kind, Packing};
+use crate::data::{Garbage, Input, Values};
+use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
+use crate::packing::Packing;
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
 
@@ -14,39 +16,30 @@ fn kinds() -> impl Iterator<Item = Alibi> + Clone {
     Alibi::ALL.into_iter().filter(|kind| !kind.is_none())
 }
 
+/// Those of all modifiers. The corner says where the diagonal is, so there is one more of the other corner, and one with a prefix.
 fn masks() -> [Mask; 6] {
-    [
-        Mask::Full,
-        Mask::causal(),
-        Mask::Causal { corner: Corner::TopLeft },
-        Mask::window(Some(70), Some(9)),
-        Mask::window(Some(127), Some(0)),
-        Mask::prefix(40),
-    ]
+    let [full, causal, window, short] = modifiers::masks();
+    [full, causal, Mask::Causal { corner: Corner::TopLeft }, window, short, Mask::prefix(40)]
 }
 
 /// What a case may have beside slopes, in turns: a cap, sinks, the maximum logits.
 fn with_others(case: Case, turn: usize, sinks: Sinks) -> Case {
     let case = if turn.is_multiple_of(4) { capped(case, ([15.0, 50.0][turn / 4 % 2], turn % 8 < 4)) } else { case };
-    let mut case = case.max_logits(turn % 3 != 1);
-    case.sinks = if turn.is_multiple_of(5) { sinks } else { Sinks::None };
-    case.seed = turn as u64 / 2;
-    case
+    let sinks = if turn.is_multiple_of(5) { sinks } else { Sinks::None };
+    Case { sinks, ..case.max_logits(turn % 3 != 1) }
 }
 
 /// Every kind with every mask: short and long rows, rows without keys, no keys at all, many keys for few queries. Some have no slopes
 /// but the maximum logits.
 pub fn cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    let sizes = [(197, 290), (300, 140), (1, 700), (64, 1500), (130, 1), (40, 0)];
     for &(head_dim, head_dim_vo) in
         grid.pick(&[(64, 64), (128, 128)][..], &[(64, 64), (128, 128), (72, 72), (96, 96), (256, 256), (192, 128)])
     {
         for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
-            for (seqlen_q, seqlen_kv) in sizes {
+            for size in SIZES {
                 let turn = cases.len();
-                let case = Case::new(seqlen_q, seqlen_kv, head_dim, mask).head_dim_vo(head_dim_vo);
-                let case = case.heads(1 + turn % 2, 6, [1, 2, 6][turn % 3]);
+                let case = dense(turn, size, head_dim, mask).head_dim_vo(head_dim_vo);
                 let mut case = with_others(case.alibi(alibi), turn, Sinks::Normal);
                 case.lse = turn % 11 != 0;
                 if turn % 7 == 6 {
@@ -61,24 +54,50 @@ pub fn cases(grid: Grid) -> Vec<Case> {
 
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
-    let both = [true; 2];
-    let packings = [
-        Kind { packed: both, used: [false; 2], fill_gaps: true },
-        Kind { packed: both, used: both, fill_gaps: false },
-        Kind { packed: [false; 2], used: [false, true], fill_gaps: true },
-    ];
     let mut cases = Vec::new();
     for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
         for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
-            for kind in packings {
+            for kind in PACKINGS {
                 let turn = cases.len();
-                let batch = if kind.packed == both { [4, 13, 70, 1200][turn % 4] } else { 3 };
-                let rows = if kind.packed == both { 700 } else { 150 };
-                let case = Case::new(rows, rows, head_dim, mask).heads(batch, 4, [1, 2, 4][turn % 3]);
-                let mut case = with_others(case.alibi(alibi), turn, Sinks::Mixed);
-                case.packing = Packing::random(kind, batch, [rows; 2], case.seed);
-                cases.push(case);
+                let case = packed(turn, kind, head_dim, mask).alibi(alibi);
+                cases.push(with_others(case, turn, Sinks::Mixed));
             }
+        }
+    }
+    cases
+}
+
+/// Maximum logits where a row of Q or K in every second head holds garbage: with caps and without, with slopes and without.
+pub fn garbage_in_scores(mask: Mask, head_dim: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (garbage, input) in Garbage::ALL.into_iter().flat_map(|garbage| [(garbage, Input::Q), (garbage, Input::K)]) {
+        for (i, cap) in [0.0, 1.0, 50.0].into_iter().enumerate() {
+            // Two seeds have garbage in all of a row, and in one column.
+            for seed in [8201, 8202] {
+                let alibi = [Alibi::None, Alibi::Standard, Alibi::Mixed][(i + cases.len() / 2) % 3];
+                let case = Case::new(97, 150, head_dim, mask).heads(2, 6, 2).softcap(cap).alibi(alibi).max_logits(true);
+                cases.push(Case { values: Values::Garbage(input, garbage), seed, ..case });
+            }
+        }
+    }
+    cases
+}
+
+/// Maximum logits where no sequence has a query: no rows at all, rows of no sequence, and queries of which none is used.
+pub fn empty_sequences(head_dim: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (rows, fill_gaps) in [(0, false), (0, true), (40, false), (40, true)] {
+        let case = Case::new(rows, 60, head_dim, Mask::Full).heads(3, 4, 2).max_logits(true);
+        let packed = Packing {
+            cu_seqlens_q: Some(vec![0; 4]),
+            cu_seqlens_kv: Some(vec![0, 10, 10, 60]),
+            fill_gaps,
+            ..Packing::default()
+        };
+        let unused =
+            Packing { seqused_q: Some(vec![0; 3]), seqused_kv: Some(vec![60, 0, 7]), fill_gaps, ..Packing::default() };
+        for (packing, alibi) in [(packed.clone(), Alibi::None), (packed, Alibi::Mixed), (unused, Alibi::Standard)] {
+            cases.push(Case { packing, ..case.clone().alibi(alibi) });
         }
     }
     cases

@@ -1,14 +1,15 @@
 //! ALiBi and maximum logits through the CPU backend, under the tolerance; and what the tolerance must notice.
 
 use hopper_attention::reference::{self, Modifiers, Tensor};
-use hopper_attention::{DType, Mask, bf16, f16};
-use hopper_attention_tests::alibi::{Alibi, AlibiImage, MISTAKES, Mistake, cases, packed_cases};
+use hopper_attention::{Mask, bf16, f16};
+use hopper_attention_tests::alibi::{
+    Alibi, AlibiImage, MISTAKES, Mistake, cases, empty_sequences, garbage_in_scores, packed_cases,
+};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random;
-use hopper_attention_tests::data::{Image, Poison};
+use hopper_attention_tests::data::{Garbage, Image, Poison, Values};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
-use rayon::prelude::*;
+use hopper_attention_tests::runner::{Prepared, Ready, Runner};
 
 /// Every 43rd case, from this one on: 43 divides none of the numbers of sizes, masks and kinds, so that these have all of them.
 /// The oracle takes too long for all cases here. The kernels' tests take them.
@@ -17,27 +18,24 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(43).collect()
 }
 
-fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
+fn take<P: Ready>(what: &str, cases: &[Case]) {
     let mut runner = Runner::new([what]);
-    let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
-    for (case, verdict) in cases.iter().zip(verdicts) {
-        runner.take(0, case, DType::BF16, verdict);
-    }
+    runner.take_cpu::<P>(0, cases);
     runner.finish();
 }
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &some(0));
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &some(1));
-    take("cpu f16", |case| Prepared::<f16>::of(case).verdict_on_cpu(), &some(2));
+    take::<Prepared<f32>>("cpu f32", &some(0));
+    take::<Prepared<bf16>>("cpu bf16", &some(1));
+    take::<Prepared<f16>>("cpu f16", &some(2));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &some(3));
-    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &some(4));
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &some(5));
+    take::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
+    take::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
 }
 
 /// What `hattn fuzz` draws.
@@ -52,10 +50,10 @@ fn random_cases_keep_the_tolerance() {
     });
     let drawn = drawn.filter(|case| !case.alibi.is_none() || case.max_logits);
     let drawn: Vec<_> = drawn.take(Grid::from_env().pick(15, 30)).collect();
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &drawn);
+    take::<Prepared<bf16>>("cpu bf16", &drawn);
+    take::<Prepared<f32>>("cpu f32", &drawn);
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    take::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
 }
 
 /// Results with other slopes fail, in O, in the LSE and in the gradients.
@@ -140,4 +138,55 @@ fn wrong_maximum_logits_are_noticed() {
     }
     let off: Vec<f64> = exact.max_logits.iter().map(|logit| logit.value + 1e-3).collect();
     assert!(!checked(&off).passed());
+}
+
+/// Scores of garbage count, unless they are NaN. A result that leaves out infinite scores is wrong, and so is one with NaN.
+#[test]
+fn maximum_logits_of_garbage() {
+    let cases: Vec<Case> =
+        [Mask::Full, Mask::causal()].into_iter().flat_map(|mask| garbage_in_scores(mask, 24)).collect();
+    take::<Prepared<f32>>("cpu f32", &cases);
+    take::<Prepared<bf16>>("cpu bf16", &cases);
+    take::<Prepared<f16>>("cpu f16", &cases);
+    // Of infinite garbage all is known: no order of a sum makes another score of it. And f16 has no numbers whose sums overflow.
+    let known = |case: &&Case| matches!(case.values, Values::Garbage(_, Garbage::Infinity | Garbage::MinusInfinity));
+    let noticed: usize = cases.iter().filter(known).map(left_out::<bf16>).sum();
+    assert!(noticed > 40, "{noticed}");
+    let noticed: usize = cases.iter().map(left_out::<f16>).sum();
+    assert!(noticed > 60, "{noticed}");
+}
+
+/// Whether the maximum logits are others without the garbage. Then these fail.
+fn left_out<T: Poison>(case: &Case) -> usize {
+    let Values::Garbage(input, _) = case.values else { panic!("{case}") };
+    let prepared = Prepared::<T>::new(case);
+    let without = Prepared::<T>::new(&Case { values: Values::Garbage(input, Garbage::Nan), ..case.clone() });
+    let of = |prepared: &Prepared<T>| -> Vec<f64> {
+        prepared.expected.oracle().max_logits.iter().map(|logit| logit.value).collect()
+    };
+    let exact = prepared.expected.oracle();
+    let passes = |max_logits: &[f64]| {
+        let report = prepared.expected.check_with(&exact.o, Some(&exact.lse), max_logits).unwrap();
+        report.max_logits.as_ref().expect("figures").worst_ratio <= 1.0
+    };
+    let (right, wrong) = (of(&prepared), of(&without));
+    assert!(passes(&right), "{case}");
+    let nan: Vec<f64> = right.iter().map(|_| f64::NAN).collect();
+    assert!(!passes(&nan), "{case}");
+    let differ = right.iter().zip(&wrong).any(|(a, b)| a != b && !((a - b).abs() < 1e-3 * b.abs()));
+    assert!(!differ || !passes(&wrong), "{}, {case}: {right:?}, {wrong:?}", T::DTYPE);
+    usize::from(differ)
+}
+
+/// Without queries the maximum logits are -inf.
+#[test]
+fn maximum_logits_of_empty_sequences() {
+    let cases = empty_sequences(24);
+    take::<Prepared<bf16>>("cpu bf16", &cases);
+    take::<Prepared<f32>>("cpu f32", &cases);
+    for case in cases {
+        let prepared = Prepared::<bf16>::of(&case);
+        let max_logits = prepared.on_cpu().unwrap().max_logits.expect("maximum logits").values();
+        assert_eq!(max_logits, [f64::NEG_INFINITY; 4], "{case}");
+    }
 }

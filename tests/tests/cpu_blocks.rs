@@ -6,33 +6,29 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, BlocksImage, cases, spoil};
 use hopper_attention_tests::case::random;
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
-use rayon::prelude::*;
+use hopper_attention_tests::runner::{Prepared, Ready, Runner};
 
 /// Every 17th case, from this one on. The oracle takes too long for all cases here. The kernels' tests take them.
 fn some(first: usize) -> Vec<Case> {
     cases(Grid::from_env()).into_iter().skip(first).step_by(17).collect()
 }
 
-fn take(what: &str, verdicts: impl Fn(&Case) -> Verdict + Send + Sync, cases: &[Case]) {
+fn take<P: Ready>(what: &str, cases: &[Case]) {
     let mut runner = Runner::new([what]);
-    let verdicts: Vec<_> = cases.par_iter().map(verdicts).collect();
-    for (case, verdict) in cases.iter().zip(verdicts) {
-        runner.take(0, case, DType::BF16, verdict);
-    }
+    runner.take_cpu::<P>(0, cases);
     runner.finish();
 }
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take("cpu f32", |case| Prepared::<f32>::of(case).verdict_on_cpu(), &some(0));
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &some(5));
+    take::<Prepared<f32>>("cpu f32", &some(0));
+    take::<Prepared<bf16>>("cpu bf16", &some(5));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take("cpu f32 backward", |case| backward::Prepared::<f32>::of(case).verdict_on_cpu(), &some(9));
-    take("cpu f16 backward", |case| backward::Prepared::<f16>::of(case).verdict_on_cpu(), &some(13));
+    take::<backward::Prepared<f32>>("cpu f32 backward", &some(9));
+    take::<backward::Prepared<f16>>("cpu f16 backward", &some(13));
 }
 
 /// What `hattn fuzz` draws has lists.
@@ -47,8 +43,8 @@ fn random_cases_keep_the_tolerance() {
             random::listed(case, blocks)
         })
         .collect();
-    take("cpu bf16", |case| Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
-    take("cpu bf16 backward", |case| backward::Prepared::<bf16>::of(case).verdict_on_cpu(), &drawn);
+    take::<Prepared<bf16>>("cpu bf16", &drawn);
+    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
 }
 
 /// A way to read lists wrong, by the name of what is wrong.

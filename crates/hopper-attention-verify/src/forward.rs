@@ -1,6 +1,6 @@
 //! Forward passes of a case: inputs in guarded memory, and outputs judged.
 
-use hopper_attention::reference::{Expected, Modifiers, Report, Tensor};
+use hopper_attention::reference::{Expected, Modifiers, Report, Tensor, forward_with};
 use hopper_attention::{Args, DType, Device, ForwardProblem, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
@@ -68,19 +68,24 @@ impl<T: Poison> Prepared<T> {
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
         let blocks = case.block_lists();
-        let expected = {
-            let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
-            let values = sinks.as_ref().map(SinksImage::values);
-            let slopes = alibi.as_ref().map(AlibiImage::values);
-            let modifiers = Modifiers {
-                sinks: values.as_deref(),
-                alibi_slopes: slopes.as_deref(),
-                blocks: blocks.as_ref().map(BlocksImage::borrowed),
-            };
-            Expected::with(&problem, &case.packing.lengths(), inputs, modifiers, 1.0, None).expect("matching shapes")
+        let (of_sinks, slopes) = (sinks.as_ref().map(SinksImage::values), alibi.as_ref().map(AlibiImage::values));
+        let modifiers = Modifiers {
+            sinks: of_sinks.as_deref(),
+            alibi_slopes: slopes.as_deref(),
+            blocks: blocks.as_ref().map(BlocksImage::borrowed),
         };
+        let (lengths, inputs) = (case.packing.lengths(), [&q.tensor(), &k.tensor(), &v.tensor()]);
+        let mut expected = Expected::with(&problem, &lengths, inputs, modifiers, 1.0, None).expect("matching shapes");
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
+        }
+        // Rows with a part in garbage are not judged, and have NaN for it up to here. A maximum logit is one of all rows.
+        let is_garbage =
+            matches!(case.values, Values::Garbage(Input::Q | Input::K, garbage) if garbage != Garbage::Nan);
+        if is_garbage && problem.wants_max_logits() {
+            let any = Tensor::zeros(problem.v_shape());
+            let oracle = forward_with(&problem, &lengths, [&q.tensor(), &k.tensor(), &any], modifiers);
+            expected.expect_max_logits(oracle.expect("matching shapes").max_logits);
         }
         Self { case: case.clone(), problem, q, k, v, sinks, alibi, blocks, expected }
     }
@@ -142,26 +147,10 @@ impl<T: Poison> Prepared<T> {
             self.case.values.excuse(lse, &exact.lse);
         }
         let report = match &outputs.max_logits {
-            Some(max_logits) => self.expected.check_with(&o, lse.as_deref(), &self.max_logits(max_logits)),
+            Some(max_logits) => self.expected.check_with(&o, lse.as_deref(), &max_logits.values()),
             None => self.expected.check(&o, lse.as_deref()),
         };
         report.expect("matching shapes")
-    }
-
-    /// The maximum logits to be judged. Where a head sees a row of garbage that is not NaN, its scores count, and the oracle has NaN
-    /// in their place. Then it knows the least that the maximum may be, and nothing more.
-    fn max_logits(&self, got: &Image<f32, 1>) -> Vec<f64> {
-        let oracle = self.expected.oracle();
-        let exact: Vec<f64> = oracle.max_logits.iter().map(|logit| logit.value).collect();
-        let mut got = got.values();
-        if matches!(self.case.values, Values::Garbage(_, garbage) if garbage != Garbage::Nan) {
-            let [_, heads, queries] = self.problem.lse_shape();
-            for (row, _) in oracle.lse.iter().enumerate().filter(|(_, lse)| lse.is_nan()) {
-                let head = row / queries % heads;
-                got[head] = if got[head] > exact[head] { exact[head] } else { got[head] };
-            }
-        }
-        got
     }
 
     /// The inputs as the oracle reads them.

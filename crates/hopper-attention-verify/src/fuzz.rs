@@ -263,6 +263,73 @@ mod tests {
         }
     }
 
+    /// What a problem computes beside the plain softmax, by name.
+    fn modifiers(problem: &Problem) -> Vec<&'static str> {
+        let Problem { pass, case, .. } = problem;
+        let forward = problem.forward();
+        let used = case.packing.seqused_q.is_some() || case.packing.seqused_kv.is_some();
+        let packed = case.packing.cu_seqlens_q.is_some() || case.packing.cu_seqlens_kv.is_some();
+        [
+            (forward.softcap() != 0.0, "softcap"),
+            (forward.alibi().is_some(), "alibi"),
+            (forward.sinks().is_some(), "sinks"),
+            // Gradients have nothing to do with these.
+            (forward.wants_max_logits() && *pass == Pass::Forward, "max_logits"),
+            (forward.block_mask().is_some(), "blocks"),
+            (packed, "packed"),
+            (used, "used lengths"),
+            (forward.mask() == hopper_attention::Mask::Full, "full"),
+            (matches!(forward.mask(), hopper_attention::Mask::Causal { .. }), "causal"),
+            (matches!(forward.mask(), hopper_attention::Mask::Window { .. }), "window"),
+            (matches!(forward.mask(), hopper_attention::Mask::Chunked { .. }), "chunked"),
+            (matches!(forward.mask(), hopper_attention::Mask::Prefix { .. }), "prefix"),
+            (*pass == Pass::Forward, "forward"),
+            (*pass == Pass::Backward, "backward"),
+            (*pass == Pass::Fp8, "fp8"),
+        ]
+        .into_iter()
+        .filter_map(|(is, name)| is.then_some(name))
+        .collect()
+    }
+
+    /// Pairs that no problem has: of two masks and of two passes; those that the library refuses; and, on a GPU, what kernels lack.
+    fn never(a: &str, b: &str, for_gpu: bool) -> bool {
+        let both = |x: &[&str], y: &[&str]| x.contains(&a) && y.contains(&b) || x.contains(&b) && y.contains(&a);
+        let (masks, passes) = (["full", "causal", "window", "chunked", "prefix"], ["forward", "backward", "fp8"]);
+        both(&masks, &masks)
+            || both(&passes, &passes)
+            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks"])
+            || both(&["backward"], &["max_logits"])
+            || both(&["blocks"], &["packed", "used lengths"])
+            || for_gpu && both(&["blocks"], &["softcap", "alibi", "max_logits"])
+    }
+
+    #[test]
+    fn every_pair_of_modifiers_is_drawn() {
+        for for_gpu in [false, true] {
+            let mut fuzz = Fuzz::new(11, for_gpu);
+            let mut pairs = std::collections::BTreeMap::<_, usize>::new();
+            let mut seen = std::collections::BTreeSet::new();
+            for problem in (0..2000).map(|_| fuzz.draw().unwrap().problem()).filter(|x| x.pass != Pass::Quantize) {
+                let names = modifiers(&problem);
+                for (i, a) in names.iter().enumerate() {
+                    seen.insert(*a);
+                    names[i + 1..].iter().for_each(|b| *pairs.entry((*a, *b)).or_default() += 1);
+                }
+            }
+            assert_eq!(seen.len(), 15, "{seen:?}");
+            let all = seen.iter().flat_map(|a| seen.iter().map(move |b| (*a, *b))).filter(|(a, b)| a < b);
+            for (a, b) in all {
+                let drawn = pairs.get(&(a, b)).or(pairs.get(&(b, a))).copied().unwrap_or(0);
+                if never(a, b, for_gpu) {
+                    assert_eq!(drawn, 0, "{a} with {b}, for a GPU: {for_gpu}");
+                } else {
+                    assert!(drawn >= 5, "{a} with {b}, for a GPU: {for_gpu}: {drawn} of 2000");
+                }
+            }
+        }
+    }
+
     #[test]
     fn lists_of_blocks_may_be_given() {
         for blocks in [Blocks::None, Blocks::Random(40), Blocks::Documents] {

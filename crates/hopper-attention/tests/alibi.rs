@@ -418,6 +418,80 @@ fn maximum_logits_of_what_is_no_number() {
     }
 }
 
+/// Infinite scores count, and those that overflow are infinite: with a cap they are it. Products that are infinite with both signs, or
+/// 0 times infinity, are NaN, and do not count.
+#[test]
+fn maximum_logits_of_infinite_scores() {
+    let (inf, max) = (f32::INFINITY, f32::MAX);
+    // One query, three keys.
+    let dims = Dims::new(1, 1, 1, 2).with_seqlen_kv(3);
+    let of = |cap: Option<f32>, q: [f32; 2], k: [f32; 6]| {
+        let options = options(DType::F32, dims, Mask::Full).softmax_scale(1.0);
+        let options = if let Some(cap) = cap { options.softcap(cap) } else { options };
+        let case = Case::of(options.build().unwrap(), vec![], [q.to_vec(), k.to_vec(), vec![1.0; 6]]);
+        let got = case.max_logits[0];
+        // The judge knows: it takes this, and nothing that is wrong.
+        let [q, k, v] = &case.tensors();
+        let expected = Expected::new(&case.forward, q, k, v).unwrap();
+        let (o, lse) = (wide(&case.o, case.forward.o_shape()), widened(&case.lse));
+        let passes = |logit: f32| {
+            let report = expected.check_with(&o, Some(&lse), &[f64::from(logit)]).unwrap();
+            report.max_logits.unwrap().worst_ratio <= 1.0
+        };
+        assert!(passes(got) && ![f32::NAN, 1e36, -1e36].into_iter().any(passes), "{got}");
+        let others = [inf, -inf, 1.0, -1.0, 5.0].into_iter().filter(|&x| x != got);
+        (got, others.filter(|&x| passes(x)).collect::<Vec<_>>())
+    };
+    // Infinite keys: with one sign, with both, and times 0.
+    assert_eq!(of(None, [1.0, 1.0], [1.0, 2.0, inf, 2.0, 1.0, 4.0]), (inf, vec![]));
+    assert_eq!(of(None, [1.0, 1.0], [1.0, 2.0, inf, -inf, 1.0, 4.0]), (5.0, vec![]));
+    assert_eq!(of(None, [1.0, 0.0], [1.0, inf, 5.0, 2.0, -inf, 4.0]), (5.0, vec![]));
+    assert_eq!(of(None, [1.0, 1.0], [-inf, 2.0, -inf, -2.0, -inf, -inf]), (-inf, vec![]));
+    // The cap is what is left of an infinity.
+    assert_eq!(of(Some(1.0), [1.0, 1.0], [-inf, 2.0, -inf, -2.0, -inf, -inf]), (-1.0, vec![]));
+    assert_eq!(of(Some(5.0), [1.0, 1.0], [1.0, 2.0, inf, 2.0, 1.0, 4.0]), (5.0, vec![]));
+    // Sums that overflow in every order, and one that does beside a product of the other sign, in some orders.
+    assert_eq!(of(None, [max, 1.0], [-3.0, 1.0, 3.0, 2.0, -2.0, 2.0]), (inf, vec![]));
+    assert_eq!(of(Some(1.0), [max, 1.0], [-3.0, 1.0, -4.0, 2.0, -2.0, 2.0]), (-1.0, vec![]));
+    // (Where it does not, nothing is left of it but its error.)
+    let (got, others) = of(None, [max, max], [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]);
+    assert!(got == 0.0 || got == inf, "{got}");
+    assert!(others == [1.0, 5.0] || others == [inf, 1.0, 5.0], "{others:?}");
+    let (got, others) = of(Some(3.0), [max, max], [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]);
+    assert!(got == 0.0 || got == 3.0, "{got}");
+    assert_eq!(others, [1.0]);
+}
+
+/// Without queries the maximum logits are -inf, and are written: no rows at all, and rows of no sequence.
+#[test]
+fn maximum_logits_of_empty_sequences() {
+    for (rows, fills) in [(0, false), (0, true), (6, false), (6, true)] {
+        let dims = Dims::new(3, rows, 2, 8).with_seqlen_kv(6);
+        for alibi in [None, Some(AlibiSlopes::PerBatch)] {
+            let options = options(DType::F32, dims, Mask::causal()).packed(true).fill_gaps(fills);
+            let packed = if let Some(alibi) = alibi { options.alibi(alibi) } else { options }.build().unwrap();
+            let slopes = if alibi.is_some() { slopes(&packed, 1) } else { vec![] };
+            let [q, k, v] = [(rows, 1), (6, 2), (6, 3)].map(|(rows, seed)| values::<f32>(rows * 16, seed));
+            let (mut o, mut lse, mut max_logits) = (vec![7.0; rows * 16], vec![7.0; rows * 2], [f32::NAN; 2]);
+            let lists = [[0, 0, 0, 0], [0, 2, 2, 6]].map(|list| SequenceOffsets::new(&Stream::Cpu, &list).unwrap());
+            let args = Args::new()
+                .read(Slot::Q, of(&q, [rows, 2, 8]))
+                .read(Slot::K, of(&k, [6, 2, 8]))
+                .read(Slot::V, of(&v, [6, 2, 8]))
+                .write(Slot::O, into(&mut o, [rows, 2, 8]))
+                .write(Slot::Lse, into(&mut lse, [2, rows]))
+                .write(Slot::MaxLogits, into(&mut max_logits, [2]))
+                .offsets(Slot::CuSeqlensQ, &lists[0])
+                .offsets(Slot::CuSeqlensKv, &lists[1]);
+            let args = add_slopes(args, &packed, &slopes);
+            packed.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut workspace(), args).unwrap();
+            assert_eq!(max_logits, [f32::NEG_INFINITY; 2], "{packed}");
+            let (of_o, of_lse) = if fills { (0.0, f32::NEG_INFINITY) } else { (7.0, 7.0) };
+            assert!(o.iter().all(|&x| x == of_o) && lse.iter().all(|&x| x == of_lse), "{packed}");
+        }
+    }
+}
+
 /// Sequences that follow each other, each with its own lengths and slopes.
 #[test]
 fn packed_sequences() {

@@ -1,55 +1,19 @@
 //! ALiBi and maximum logits on a GPU: every row, dense and packed, both passes, long distances, garbage under the mask, outputs that
 //! no query writes.
 
-use hopper_attention::{
-    BackwardProblem, Corner, DType, Device, Dims, Error, ForwardProblem, KernelInfo, Mask, MaskClass, Workspace, bf16,
-    f16,
-};
-use hopper_attention_tests::alibi::{Alibi, cases, packed_cases};
-use hopper_attention_tests::backward;
-use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
-use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward};
+use hopper_attention::{AlibiSlopes, BackwardProblem, Corner, DType, Device, Error, KernelInfo, Mask, MaskClass};
+use hopper_attention_tests::alibi::{Alibi, cases, empty_sequences, garbage_in_scores, packed_cases};
+use hopper_attention_tests::data::{Garbage, Input, Values};
+use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner};
 
+use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
-/// Runs cases through the rows of their type.
-type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
-
-fn take(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], what: &str, [bf16, f16]: [Run; 2]) {
-    assert!(!rows.is_empty());
-    let mut runner = Runner::new(rows);
-    bf16(gpu, rows, cases, &mut runner);
-    f16(gpu, rows, &cases.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>(), &mut runner);
-    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
-    runner.finish();
-}
-
-const FORWARD: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
-/// Every second run of these is deterministic.
-const BACKWARD: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
-
-/// The rows that compute some problem with ALiBi. Others may exist, which such problems are never given to.
+/// The rows that compute some problem with ALiBi.
 fn biasing(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
-    let takes = |row: &KernelInfo| {
-        let dims = Dims::new(1, 512, 1, row.head_dim_qk()).with_head_dim_vo(row.head_dim_vo());
-        let options = ForwardProblem::builder(row.dtype(), dims).mask(mask_of(row.mask()));
-        let problem = options.alibi(hopper_attention::AlibiSlopes::PerHead).max_logits(!backward).build().unwrap();
-        match backward {
-            true => BackwardProblem::builder(&problem).build().unwrap().plan_with_row(&gpu.device, row).is_ok(),
-            false => problem.plan_with_row(&gpu.device, row).is_ok(),
-        }
-    };
-    let taken: Vec<_> = rows.into_iter().filter(takes).collect();
-    // Both types have them, and every class of masks.
-    for dtype in [DType::BF16, DType::F16] {
-        for class in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
-            assert!(taken.iter().any(|row| row.dtype() == dtype && row.mask() == class), "{dtype} {class}");
-        }
-    }
-    taken
+    modifying(gpu, rows, backward, |options| options.alibi(AlibiSlopes::PerHead).max_logits(!backward))
 }
 
 #[test]
@@ -64,12 +28,6 @@ fn every_packing_row_takes_slopes_and_maximum_logits() {
     let Some(gpu) = Gpu::open("every_packing_row_takes_slopes_and_maximum_logits") else { return };
     let rows = packing_rows(biasing(&gpu, gpu.modified_rows(), false));
     take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with ALiBi", FORWARD);
-}
-
-/// The cases whose head dims are at most those of the rows.
-fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
-    let fits = |case: &Case| rows.iter().any(|row| row.head_dim_qk() >= case.dims.head_dim_qk);
-    cases.into_iter().filter(fits).collect()
 }
 
 /// Gradients have nothing to do with maximum logits.
@@ -92,29 +50,6 @@ fn every_packing_backward_row_takes_slopes() {
     let rows = packing_rows(biasing(&gpu, gpu.modified_backward_rows(), true));
     let cases = with_slopes(&rows, packed_cases(Grid::from_env()));
     take(&gpu, &rows, &cases, "packed backward with ALiBi", BACKWARD);
-}
-
-/// One forward run of a case by a row, judged.
-fn run<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
-    let prepared = Prepared::<T>::new(case);
-    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
-    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-    let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-    outputs.check_written().unwrap_or_else(|why| panic!("{row}, {case}: {why}"));
-    let report = prepared.judge(&outputs);
-    assert!(report.passed(), "{row}, {case}: {report}");
-}
-
-/// The same of gradients.
-fn run_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
-    let prepared = backward::Prepared::<T>::new(case);
-    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
-    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-    let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
-    let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-    let report = prepared.judge(&outputs);
-    assert!(report.passed(), "{row}, {case}: {report}");
 }
 
 /// The rows of one head dim, which is enough where head dims make no difference.
@@ -140,7 +75,7 @@ fn long_distances_lose_no_bits() {
             for alibi in [Alibi::Standard, Alibi::Negative] {
                 let case = Case::new(seqlen_q, seqlen_kv, 64, mask).heads(1, 4, 2).alibi(alibi).max_logits(true);
                 if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
-                    with_dtype!(row.dtype(), run(&gpu, &row, &case));
+                    with_dtype!(row.dtype(), judged(&gpu, &row, &case));
                 }
             }
         }
@@ -151,7 +86,7 @@ fn long_distances_lose_no_bits() {
         {
             let case = Case::new(seqlen_q, seqlen_kv, 64, mask).heads(1, 4, 2).alibi(Alibi::Standard);
             if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
-                with_dtype!(row.dtype(), run_backward(&gpu, &row, &case));
+                with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case));
             }
         }
     }
@@ -161,11 +96,11 @@ fn long_distances_lose_no_bits() {
 fn garbage_under_the_mask_reaches_no_biased_row() {
     let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_biased_row") else { return };
     for row in biasing(&gpu, gpu.modified_rows(), false).into_iter().filter(|row| row.mask() != MaskClass::Full) {
-        hidden(&row).for_each(|case| with_dtype!(row.dtype(), run(&gpu, &row, &case)));
+        hidden(&row).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
     }
     for row in biasing(&gpu, gpu.modified_backward_rows(), true).into_iter().filter(|row| row.mask() != MaskClass::Full)
     {
-        hidden(&row).for_each(|case| with_dtype!(row.dtype(), run_backward(&gpu, &row, &case.max_logits(false))));
+        hidden(&row).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case.max_logits(false))));
     }
 }
 
@@ -186,9 +121,32 @@ fn maximum_logits_of_nothing() {
     for row in narrow(biasing(&gpu, gpu.modified_rows(), false)).filter(|row| row.mask() == MaskClass::Full) {
         for (batch, seqlen_q, seqlen_kv) in [(2, 40, 0), (2, 0, 40), (0, 40, 40)] {
             let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(batch, 4, 2).max_logits(true);
-            with_dtype!(row.dtype(), run(&gpu, &row, &case));
-            with_dtype!(row.dtype(), run(&gpu, &row, &case.alibi(Alibi::Mixed)));
+            with_dtype!(row.dtype(), judged(&gpu, &row, &case));
+            with_dtype!(row.dtype(), judged(&gpu, &row, &case.alibi(Alibi::Mixed)));
         }
+    }
+}
+
+/// The same of sequences without queries: the launch of a packed forward has no kernel to start, or one without tiles.
+#[test]
+fn maximum_logits_of_empty_sequences() {
+    let Some(gpu) = Gpu::open("maximum_logits_of_empty_sequences") else { return };
+    let rows = packing_rows(biasing(&gpu, gpu.modified_rows(), false));
+    let mut taken = 0;
+    for row in narrow(rows).filter(|row| row.mask() == MaskClass::Full) {
+        empty_sequences(64).iter().for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, case)));
+        taken += 1;
+    }
+    assert!(taken > 0);
+}
+
+/// Scores that are infinite or overflow count, and NaN does not. A sum that overflows in one order alone may be any of what it may be.
+#[test]
+fn maximum_logits_of_garbage() {
+    let Some(gpu) = Gpu::open("maximum_logits_of_garbage") else { return };
+    for row in narrow(biasing(&gpu, gpu.modified_rows(), false)) {
+        let cases = garbage_in_scores(mask_of(row.mask()), 64);
+        cases.iter().for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, case)));
     }
 }
 

@@ -1,43 +1,30 @@
 //! Block-sparse masks on a GPU: every row with lists, both passes, wrong contents, and what is refused.
 
 use hopper_attention::reference::{Expected, Modifiers};
-use hopper_attention::{Arch, BackwardProblem, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16, f16};
+use hopper_attention::{Arch, BackwardProblem, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, cases, kinds, spoil};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::{OnDevice as GradientsOnDevice, same_bits as same_gradients};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::runner::Prepared;
 
+use crate::by_type::{BACKWARD, FORWARD, take};
 use crate::with_dtype;
-
-/// Runs cases through the rows of their type.
-type Run = fn(&Gpu, &[KernelInfo], &[Case], &mut Runner);
-
-fn take(gpu: &Gpu, rows: &[KernelInfo], what: &str, [bf16, f16]: [Run; 2], step: usize) {
-    assert!(!rows.is_empty());
-    let cases = cases(Grid::from_env());
-    let mut runner = Runner::new(rows);
-    bf16(gpu, rows, &cases.iter().step_by(step).cloned().collect::<Vec<_>>(), &mut runner);
-    f16(gpu, rows, &cases.iter().skip(1).step_by(2 * step).cloned().collect::<Vec<_>>(), &mut runner);
-    runner.record(what, Grid::from_env(), &gpu.card(), &gpu.driver());
-    runner.finish();
-}
 
 #[test]
 fn every_listed_row_keeps_the_tolerance() {
     let Some(gpu) = Gpu::open("every_listed_row_keeps_the_tolerance") else { return };
-    let runs: [Run; 2] = [crate::grid::run::<bf16>, crate::grid::run::<f16>];
-    take(&gpu, &gpu.listed_rows(), "forward with lists of blocks", runs, 1);
+    take(&gpu, &gpu.listed_rows(), &cases(Grid::from_env()), "forward with lists of blocks", FORWARD);
 }
 
 /// Each second case is deterministic. The oracle of the gradients is slow: a third of the cases.
 #[test]
 fn every_listed_backward_row_keeps_the_tolerance() {
     let Some(gpu) = Gpu::open("every_listed_backward_row_keeps_the_tolerance") else { return };
-    let runs: [Run; 2] = [crate::backward::run::<bf16>, crate::backward::run::<f16>];
-    take(&gpu, &gpu.listed_backward_rows(), "backward with lists of blocks", runs, 3);
+    let cases: Vec<Case> = cases(Grid::from_env()).into_iter().step_by(3).collect();
+    take(&gpu, &gpu.listed_backward_rows(), &cases, "backward with lists of blocks", BACKWARD);
 }
 
 /// Whatever the lists hold, nothing outside of the tensors is read or written, and the rule for wrong contents holds. (With

@@ -12,6 +12,7 @@ impl ForwardProblemBuilder {
     /// - A score is what enters the softmax: `softmax_scale * q . k`, after the [`softcap`](Self::softcap) and
     ///   [`alibi`](Self::alibi). [`sinks`](Self::sinks) are not counted.
     /// - A head without any kept key has -inf. A score that is NaN is not counted.
+    /// - A score that overflows f32 is infinite, and counted. With a softcap it is the cap, or minus that.
     /// - The same inputs give the same bits.
     /// - A backward problem that is made from this one does not have this output. e4m3 operands do not have it yet.
     ///

@@ -2,6 +2,7 @@
 //! their keys.
 
 mod backward;
+mod max_logits;
 
 use super::alibi::Alibi;
 use super::blocks::Kept;
@@ -15,9 +16,11 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 use crate::sequences::Lengths;
+use max_logits::Sums;
 
 pub(super) use backward::backward_told;
 pub use backward::{BackwardOracle, Noise, SinkNoise, backward, backward_of, backward_with};
+pub use max_logits::MaxLogit;
 
 /// The exact results of a forward pass.
 #[derive(Clone, Debug)]
@@ -42,40 +45,6 @@ pub struct Oracle {
     pub scales: Vec<RowScale>,
     /// The largest score of each query head. Empty where the problem does not have it.
     pub max_logits: Vec<MaxLogit>,
-}
-
-/// The largest score of a query head. All are -inf where no key is kept, or no score is a number above -inf.
-#[derive(Clone, Copy, Debug)]
-pub struct MaxLogit {
-    /// The exact one.
-    pub value: f64,
-    /// What it would be if each score were smaller by the size of its error.
-    pub least: f64,
-    /// What it would be if each score were larger by the size of its error.
-    pub most: f64,
-}
-
-impl MaxLogit {
-    /// That of no score.
-    const NONE: Self = Self { value: f64::NEG_INFINITY, least: f64::NEG_INFINITY, most: f64::NEG_INFINITY };
-
-    /// That of a score. The size of its error counts where it is finite.
-    fn of(score: f64, error: f64) -> Self {
-        let error = if error.is_finite() { error } else { 0.0 };
-        Self { value: score, least: score - error, most: score + error }
-    }
-
-    /// The larger of both. A NaN does not count.
-    fn max(self, other: Self) -> Self {
-        let Self { value, least, most } = other;
-        Self { value: self.value.max(value), least: self.least.max(least), most: self.most.max(most) }
-    }
-
-    /// The size of its error. 0 where it is not finite.
-    pub fn error(&self) -> f64 {
-        let error = (self.value - self.least).max(self.most - self.value);
-        if error.is_finite() { error } else { 0.0 }
-    }
 }
 
 /// The sizes of rounding errors in the results of one query (a row). The tolerance makes its floor of them.
@@ -206,7 +175,7 @@ pub(super) fn forward_told(
         }
         paste_list(&mut all.lse, rows, of, &one.lse);
         paste_list(&mut all.scales, rows, of, &one.scales);
-        all.max_logits.iter_mut().zip(one.max_logits).for_each(|(max, other)| *max = max.max(other));
+        all.max_logits.iter_mut().zip(one.max_logits).for_each(|(max, other)| max.join(other));
     }
     Ok(all)
 }
@@ -241,13 +210,14 @@ fn dense(
     let weighted = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.weighted));
     let lost = gather(problem.o_shape(), &rows, |row, out| out.copy_from_slice(&row.lost));
     let mut max_logits = no_logits(problem);
-    if !max_logits.is_empty() {
-        for (i, row) in rows.iter().enumerate() {
-            let max = &mut max_logits[place(problem.lse_shape(), i)[1]];
-            *max = max.max(row.max_logit);
+    let (mut lse, mut scales) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
+    for (i, row) in rows.into_iter().enumerate() {
+        if !max_logits.is_empty() {
+            max_logits[place(problem.lse_shape(), i)[1]].join(row.max_logit);
         }
+        lse.push(row.lse);
+        scales.push(row.scale);
     }
-    let (lse, scales) = rows.into_iter().map(|row| (row.lse, row.scale)).unzip();
     Ok(Oracle { o, lse, weighted, lost, scales, max_logits })
 }
 
@@ -306,7 +276,7 @@ impl Exact<'_> {
             let of_row = i * count..(i + 1) * count;
             let q_row = self.q.row(batch, query, head);
             let o = o[i * dim..(i + 1) * dim].to_vec();
-            let bias = |column| alibi.size(query, keys.first + column);
+            let bias = |column| [alibi.bias(query, keys.first + column), alibi.size(query, keys.first + column)];
             let along = &scores[of_row.clone()];
             rows.push(self.row([batch, head_kv], keys, q_row, o, soft, bias, along, &mut p[of_row]));
         }
@@ -321,7 +291,7 @@ impl Exact<'_> {
     }
 
     /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the
-    /// other noise is made of. `bias` gives the magnitude of the bias in a column.
+    /// other noise is made of. `bias` gives the bias in a column, and its magnitude.
     #[expect(clippy::too_many_arguments, reason = "one row of one tile")]
     fn row(
         &self,
@@ -330,7 +300,7 @@ impl Exact<'_> {
         q_row: &[f64],
         o: Vec<f64>,
         soft: &Soft,
-        bias: impl Fn(usize) -> f64,
+        bias: impl Fn(usize) -> [f64; 2],
         along: &[f64],
         p: &mut [f64],
     ) -> Row {
@@ -352,16 +322,24 @@ impl Exact<'_> {
             _ => U32,
         };
         let (mut key_norm, mut along_squares, mut along_centred) = (0.0, 0.0, 0.0);
-        let (softcap, size) = (Softcap::of(self.problem), f64::from(self.problem.softmax_scale()) * norm(q_row));
+        let (softcap, softmax_scale) = (Softcap::of(self.problem), f64::from(self.problem.softmax_scale()));
+        let q_norm = norm(q_row);
+        let size = softmax_scale * q_norm;
         for (i, (&column, weight)) in soft.columns.iter().zip(&soft.weights).enumerate() {
             let mut of_key = p[column];
             // A key of weight 0 may be infinite. So may one whose score is at the cap.
             let left = softcap.steepest(soft.uncapped(i), size * k_norms[column]);
             let part = of_key * left;
-            biases += of_key * bias(column);
+            let [bias, bias_size] = bias(column);
+            biases += of_key * bias_size;
             if self.problem.wants_max_logits() {
-                let error = score_roundoff * size * k_norms[column] * left + U32 * (softcap.cap + bias(column));
-                max_logit = max_logit.max(MaxLogit::of(soft.scores[i], SCORE_ROUNDOFFS * error));
+                let k_row = self.k.row(batch, keys.first + column, head_kv);
+                let of_sum = SCORE_ROUNDOFFS * score_roundoff * size * k_norms[column];
+                let later = SCORE_ROUNDOFFS * U32 * (softcap.cap + bias_size);
+                match Sums::of(softmax_scale, q_row, k_row, q_norm * k_norms[column]) {
+                    None => max_logit.take(soft.scores[i], of_sum * left + later),
+                    Some(sums) => max_logit.take_any(&sums, |sum| softcap.score(sum) - bias, of_sum, later),
+                }
             }
             if part != 0.0 {
                 key_norm += part * k_norms[column];

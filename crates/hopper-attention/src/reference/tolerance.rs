@@ -132,6 +132,18 @@
 //! They are f32, with the `m` of the LSE. So keys that are far below the maximum do not widen the bound, however large their
 //! terms are.
 //!
+//! Where products are so large that their sum may overflow f32 on its way, a score depends on the order of the sum. Let `P` be the
+//! sum of the positive products of a pair and `N` that of the negative ones, times `max(1, scale)`. From 2^127 on a sum may overflow.
+//!
+//! ```text
+//! P, N finite             the score, if f32 has it; also inf if P may overflow; also -inf if N may; also NaN if both may
+//! P or N infinite         that infinity; also NaN if the other one may overflow or is infinite
+//! a product is NaN        NaN
+//! ```
+//!
+//! A cap `c` makes `c` and `-c` of the infinities. A NaN does not count. The maximum logit may be the largest of any choice of
+//! these, and nothing else ([`MaxLogit::nearest`](super::MaxLogit::nearest)).
+//!
 //! # The gradients
 //!
 //! The tolerance of dQ, dK and dV is that of the output, with [`backward_plain`](super::backward_plain) as plain and another
@@ -215,7 +227,7 @@ use super::rounding::{
     unit_roundoff, weight_limit,
 };
 use super::work::{Told, Work, forward_units};
-use super::{Modifiers, Oracle, Plain, Tensor, place, shape_error};
+use super::{MaxLogit, Modifiers, Oracle, Plain, Tensor, place, shape_error};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::ForwardProblem;
@@ -401,6 +413,17 @@ impl Expected {
         &self.oracle
     }
 
+    /// Takes other maximum logits for the right ones. That is for inputs of a run that hold garbage which Q, K and V here have NaN in
+    /// place of: results of rows with a part in it are not judged, but a maximum logit is one of all rows.
+    ///
+    /// # Panics
+    /// If they are not as many as before.
+    pub fn expect_max_logits(&mut self, max_logits: Vec<MaxLogit>) {
+        assert_eq!(max_logits.len(), self.oracle.max_logits.len(), "maximum logits");
+        self.plain.max_logits = max_logits.iter().map(|logit| logit.value).collect();
+        self.oracle.max_logits = max_logits;
+    }
+
     /// The results of the plain computation.
     pub fn plain(&self) -> &Plain {
         &self.plain
@@ -485,14 +508,16 @@ impl Expected {
         }
         let mut tally = Tally::new([1, 1, exact.len(), 1], None);
         for (head, logit) in exact.iter().enumerate() {
-            let floor = logit.error();
+            let (exact, floor) = logit.nearest(got[head]);
+            // The plain computation may have summed in another order, and be near another of the right ones.
+            let plain_error = plain[head] - logit.nearest(plain[head]).0;
             // -inf and inf must match exactly, and must not widen the bound on the tensor.
-            let ulp = if logit.value.is_finite() { 2.0 * U32 * logit.value.abs().max(1.0) } else { 0.0 };
+            let ulp = if exact.is_finite() { 2.0 * U32 * exact.abs().max(1.0) } else { 0.0 };
             tally.row(&Row {
                 at: [0, 0, head],
                 got: &got[head..=head],
-                exact: &[logit.value],
-                plain: &plain[head..=head],
+                exact: &[exact],
+                plain: &[if plain_error.is_finite() { exact + plain_error } else { exact }],
                 deviation: vec![LSE_DEVIATION * (floor + ulp)],
                 along: 0.0,
                 alike: vec![0.0],
