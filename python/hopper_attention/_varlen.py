@@ -206,7 +206,7 @@ class _Run:
         """Refuses what the device computes without gradients only. `given` are slopes and lists of blocks, by their names."""
 
         def problems() -> tuple:
-            forward = self._problem(q, k, v, True, given)
+            forward = self._problem(q, k, v, True, dict(given))
             return forward, abi.BackwardProblem.of(forward, deterministic=int(self.deterministic))
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
