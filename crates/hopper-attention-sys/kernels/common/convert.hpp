@@ -160,9 +160,11 @@ CUTE_DEVICE bool convert_dense_queries(BwdParams const& params, std::int64_t blo
   return convert_queries<Traits>(params, block, m_block, offset, params.seqlen_q);
 }
 
-// (With 768 threads on a multiprocessor. Without this bound ptxas keeps to fewer registers, and spills.)
+// (With 768 threads on a multiprocessor. Without this bound ptxas keeps to fewer registers, and spills. Lists of blocks
+// take more of them.)
 template <class Traits>
-__global__ void __launch_bounds__(Traits::ThreadSums::kThreads, 768 / Traits::ThreadSums::kThreads)
+__global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
+                                  (Traits::kMask == MaskClass::Blocks ? 512 : 768) / Traits::ThreadSums::kThreads)
     bwd_convert(__grid_constant__ BwdParams const params) {
   if constexpr (Traits::kOverlaps) {
     await_kernel_before();

@@ -56,10 +56,11 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
 /// 5. what is done to scores or read of them (softcap, ALiBi, the maximum logit): the kernel takes such problems, or problems
 ///    without any of it;
-/// 6. scores in f16: only if the problem allows them;
-/// 7. mask class;
-/// 8. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 9. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 6. softcap and ALiBi together: the kernel is not of the sm80 backward;
+/// 7. scores in f16: only if the problem allows them;
+/// 8. mask class;
+/// 9. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 10. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
@@ -136,6 +137,16 @@ pub(super) fn fitting<'a>(
                 }
                 false => (format!("{kernels} without softcap, alibi and max_logits"), "with one of them".into()),
             }
+        },
+    )?;
+    // The sm80 backward has no registers for both.
+    let cap_and_alibi = problem.softcap() != 0.0 && problem.alibi().is_some();
+    let rows = filter_rows(
+        rows,
+        |row| !(cap_and_alibi && row.pass == Pass::Backward && row.arch == Arch::Sm80),
+        |_| {
+            let wanted = format!("softcap and alibi together with backward {} kernels for {dtype}", Arch::Sm80);
+            (wanted, format!("one of the two, {} kernels, or Device::cpu()", Arch::Sm90))
         },
     )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.

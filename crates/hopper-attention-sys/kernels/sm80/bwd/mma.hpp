@@ -190,28 +190,24 @@ struct BwdMma {
     };
     int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + chunk % 2;
     if (makes_p(Traits::thread_index())) {
-      int const m_chunk = m_block * Traits::kChunks + chunk;
+      bool const reads_anew = Traits::kRegistersShort && Traits::kIsPacked;
+      int const block = reads_anew ? storage.visits.block(storage.visit[stage]) : m_block;
+      int const m_chunk = block * Traits::kChunks + chunk;
       int const n_pair = storage.tile.block * Traits::kPairs + pair_of(Traits::thread_index());
       // A masked score is finite where scores are capped: -inf may be a score then, whose P is not 0.
       constexpr float kMasked = -FLT_MAX;
       bool const capped = scalars.softcap.caps();
       float const masked = capped ? kMasked : -INFINITY;
-      bool const biased = has_alibi(params);
-      auto const slope = [&]() {
-        return alibi_slope(params.alibi, storage.tile.batch, storage.head[stage], scalars.scale_log2);
-      };
-      // How far the lane's first key is behind the diagonal of its first query.
-      auto const distance = [&]() {
-        return n_pair * Traits::kKeys + lane / 4 - m_chunk * kChunk - lane % 4 * 2 - diagonal_of(params, band);
-      };
-      if (__builtin_expect(biased, false)) {
-        if (!capped) {
-          float const of_head = slope();
-          CUTE_UNROLL
-          for (int strip = 0; strip < kStrips; ++strip) {
-            auto& strip_scores = scores.strip(strip);
-            add_alibi<kChunk>(strip_scores, of_head, distance() + 16 * strip);
-          }
+      // (A problem with both a cap and ALiBi never comes here: the plan refuses it. There are no registers for both.)
+      if (__builtin_expect(has_alibi(params), false)) {
+        float const slope = alibi_slope(params.alibi, storage.tile.batch, storage.head[stage], scalars.scale_log2);
+        // How far the lane's first key is behind the diagonal of its first query.
+        int const distance =
+            n_pair * Traits::kKeys + lane / 4 - m_chunk * kChunk - lane % 4 * 2 - diagonal_of(params, band);
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStrips; ++strip) {
+          auto& strip_scores = scores.strip(strip);
+          add_alibi<kChunk>(strip_scores, slope, distance + 16 * strip);
         }
         // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
         if (Traits::kIsPacked && (m_chunk + 1) * kChunk > band.seqlen_q) {
@@ -234,8 +230,6 @@ struct BwdMma {
         // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form:
         // some kernels have no registers for both.)
         float const factor = scalars.softcap.factor_anew();
-        float const of_head = biased ? slope() : 0.0F;
-        float const first = static_cast<float>(distance());
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
           float4 const s = statistics(i);
@@ -248,9 +242,7 @@ struct BwdMma {
               CUTE_UNROLL
               for (int c = 0; c < 2; ++c) {
                 float const score = scores(4 * i + 2 * r + c, strip);
-                CappedScore of_score = CappedScore::far(score * factor);
-                of_score.t =
-                    fmaf(fabsf(first + static_cast<float>(16 * strip + 8 * r - 8 * i - c)), -of_head, of_score.t);
+                CappedScore const of_score = CappedScore::far(score * factor);
                 p[c] = exp2_approx(fmaf(of_score.t, scalars.scale_log2, c == 0 ? s.x : s.z));
                 p[c] = score == kMasked ? 0.0F : p[c];
                 slopes[c] = of_score.slope;

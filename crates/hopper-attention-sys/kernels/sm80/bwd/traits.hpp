@@ -158,9 +158,9 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // thread's index in the CTA is read anew at each call, so that what follows from it does not stay in registers. With
   // several chunks, each profits from what the one before made. Kernels that pack have more to keep: which of them
   // spill with what was found by trying.
-  static constexpr bool kRegistersShort = kChunks == 1 || (kPacked && (kHeadDimQK == 128 || kMask == MaskClass::Full));
+  static constexpr bool kRegistersShort = kChunks == 1 || (kPacked && kHeadDimQK == 128);
   // The block whose dQ is still to be made waits there, too.
-  static constexpr bool kStoresBlock = kPacked && (kHeadDimQK == 128 || kMask == MaskClass::Causal);
+  static constexpr bool kStoresBlock = kPacked && (kHeadDimQK == 128 || kMask != MaskClass::Window);
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
