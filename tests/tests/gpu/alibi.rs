@@ -1,7 +1,7 @@
 //! ALiBi and maximum logits on a GPU: every row, dense and packed, both passes, long distances, garbage under the mask, outputs that
 //! no query writes.
 
-use hopper_attention::{AlibiSlopes, BackwardProblem, Corner, DType, Device, Error, KernelInfo, Mask, MaskClass};
+use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Corner, DType, Device, Error, KernelInfo, Mask, MaskClass};
 use hopper_attention_tests::alibi::{Alibi, cases, empty_sequences, garbage_in_scores, packed_cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::Gpu;
@@ -169,4 +169,21 @@ fn a_biased_problem_has_a_plan_or_a_name() {
         }
     }
     assert!(planned > 0);
+}
+
+/// The sm80 backward has registers for one of softcap and ALiBi.
+#[test]
+fn sm80_gradients_with_a_cap_and_slopes_are_refused_by_name() {
+    let Some(gpu) = Gpu::open("sm80_gradients_with_a_cap_and_slopes_are_refused_by_name") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let options = Case::new(200, 200, 64, Mask::causal()).alibi(Alibi::Standard).options(DType::BF16);
+    let planned = |options: hopper_attention::ForwardProblemBuilder, arch| {
+        let problem = options.arch(arch).build().unwrap();
+        problem.plan(&device).unwrap();
+        BackwardProblem::builder(&problem).build().unwrap().plan(&device).map(drop)
+    };
+    planned(options.clone(), Arch::Sm80).unwrap();
+    planned(options.clone().softcap(30.0), Arch::Sm90).unwrap();
+    let text = planned(options.softcap(30.0), Arch::Sm80).unwrap_err().to_string();
+    assert!(text.starts_with("unsupported: softcap and alibi together with backward sm80 kernels for bf16"), "{text}");
 }

@@ -23,7 +23,7 @@ impl ForwardProblemBuilder {
     /// - The LSE has the whole bias in it. (That of FlashAttention 2 leaves `slope * (i + offset)` out where the mask is
     ///   causal.)
     /// - A backward pass made from this problem reads the slopes, too. It computes no gradient of them.
-    /// - e4m3 operands have no ALiBi yet.
+    /// - e4m3 operands have no ALiBi yet. The sm80 backward has no softcap and ALiBi together.
     ///
     /// A run reads the operand [`Slot::AlibiSlopes`].
     pub fn alibi(self, slopes: AlibiSlopes) -> Self {
