@@ -52,6 +52,8 @@ types! { OF_THE_CRATE:
     BackwardProblem is Key;
     BackwardProblemBuilder is Data;
     Band is Data;
+    BlockLists<'static> is Data;
+    BlockMask is Key;
     ComputeCapability is Key;
     Corner is Key;
     #[cfg(feature = "cuda")]
