@@ -40,8 +40,8 @@ class EntryBackward:
         tensors.update(zip(NAMES, self.gradients))
         self.offsets = self.library.offsets(p, torch)
         stream = torch.cuda.current_stream().cuda_stream
-        self.slopes = self.library.slopes(p, torch)
-        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets, self.slopes)
+        self.slopes, self.lists = self.library.slopes(p, torch), self.library.lists(p, torch)
+        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets, self.slopes, self.lists)
         self.given = given  # what the addresses lead to
         code, need = self.library.backward_workspace(self.args)
         self.refuse(code)
@@ -113,8 +113,8 @@ def saved(p, q, k, v, forwards, judge, torch):
 
 def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
-    if "softcap" in p or p.get("alibi"):
-        raise RuntimeError("it has no softcap and no ALiBi here")
+    if "softcap" in p or p.get("alibi") or p.get("blocks"):
+        raise RuntimeError("it has no softcap, no ALiBi and no blocks here")
     if entry.lengths(p) is not None:
         return flash_saved_packed(p, q, k, v, torch)
     if p.get("window") is not None:
@@ -177,6 +177,7 @@ def exact(p, q, keys, values, d_o, torch, first_head=0):
             if p["causal"]:
                 before = own[rows, None] - columns[None, :]
                 scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
+            scores = entry.unlisted(p, scores, torch.arange(queries, device=q.device)[rows], torch)
             weights = torch.softmax(scores, -1)
             d_p = gradient @ values.T
             d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True)) * slope

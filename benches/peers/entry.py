@@ -16,6 +16,13 @@ WORKSPACE_BYTES = 16 << 20
 PACKING = [("cu_seqlens", ctypes.c_void_p), ("longest", ctypes.c_int32), ("reserved_2", ctypes.c_int32)]
 
 
+# What the structs of 16-bit operands have after that: slopes and lists of blocks.
+LISTS = ["full_block_cnt", "full_block_idx", "mask_block_cnt"]
+MODIFIERS = [(name, ctypes.c_void_p) for name in ["alibi_slopes", *LISTS]]
+# Queries of a block, and its keys.
+BLOCK = 128
+
+
 def fields(addresses, tensors, more=(), newer=()):
     """The fields of an argument struct: the addresses, the strides of these tensors, and what all structs have after them, with more
     numbers in it. `newer` were added later, before packed sequences."""
@@ -40,7 +47,7 @@ def fields(addresses, tensors, more=(), newer=()):
 class Args(ctypes.Structure):
     """hattn_peer_fwd_args; test_sweep.py checks its size and offsets against the header's."""
 
-    _fields_ = [*fields(["q", "k", "v", "o", "lse"], ["q", "k", "v", "o"]), ("alibi_slopes", ctypes.c_void_p)]
+    _fields_ = [*fields(["q", "k", "v", "o", "lse"], ["q", "k", "v", "o"]), *MODIFIERS]
 
 
 class BackwardArgs(ctypes.Structure):
@@ -51,7 +58,7 @@ class BackwardArgs(ctypes.Structure):
             ["q", "k", "v", "o", "d_o", "lse", "d_q", "d_k", "d_v"],
             ["q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"],
         ),
-        ("alibi_slopes", ctypes.c_void_p),
+        *MODIFIERS,
     ]
 
 
@@ -123,7 +130,45 @@ def biased(p, scores, head, own, torch):
     return scores - 2.0 ** (-8.0 * (head + 1) / p["heads_q"]) * distance
 
 
-def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None):
+def is_listed(one_in, query, key):
+    """Whether lists of one in so many blocks have a block of keys for a block of queries. benches/src/point/blocks.rs has the same."""
+    word = 0xFFFFFFFF
+    mixed = (query * 0x9E3779B1 & word) ^ (key * 0x85EBCA77 & word)
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        mixed = (mixed ^ mixed >> 15) * factor & word
+    return query == key or (mixed ^ mixed >> 15) % one_in == 0
+
+
+def table(p, torch, device="cuda"):
+    """Which blocks of keys a point's blocks of queries see, [queries, keys]. None if it has no lists of blocks."""
+    if not p.get("blocks"):
+        return None
+    blocks = range((p["seqlen"] + BLOCK - 1) // BLOCK)
+    listed = [[is_listed(p["blocks"], query, key) for key in blocks] for query in blocks]
+    return torch.tensor(listed, dtype=torch.bool, device=device)
+
+
+def unlisted(p, scores, rows, torch):
+    """Scores of the queries `rows`, with -inf where the point's lists of blocks, if it has any, hide a key."""
+    listed = table(p, torch, scores.device)
+    if listed is None:
+        return scores
+    columns = torch.arange(scores.size(-1), device=scores.device) // BLOCK
+    return scores.masked_fill(~listed[rows[:, None] // BLOCK, columns[None, :]], float("-inf"))
+
+
+def lists(p, torch, device="cuda"):
+    """The lists of blocks of a point: counts and indices of full blocks, and counts of partial ones. None if it has none."""
+    if not p.get("blocks"):
+        return None
+    listed = table(p, torch, device)
+    counts = listed.sum(1, dtype=torch.int32)
+    # The listed ones first, in order.
+    indices = torch.argsort(~listed, dim=1, stable=True).to(torch.int32).contiguous()
+    return counts, indices, torch.zeros_like(counts)
+
+
+def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None, lists=None):
     """The arguments of a point: tensors by name, logically [batch, seqlen, heads, head_dim]; scratch is the caller's to add."""
     a = kind()
     a.struct_bytes = ctypes.sizeof(kind)
@@ -144,6 +189,8 @@ def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None):
     a.softcap = p.get("softcap", 0)
     if slopes is not None:
         a.alibi_slopes = slopes.data_ptr()
+    for field, list_ in zip(LISTS, lists or ()):
+        setattr(a, field, list_.data_ptr())
     a.stream = stream
     return a
 
@@ -185,6 +232,8 @@ class Library:
         self.caps = caps is not None and caps() == 1
         biases = getattr(self._handle, "hattn_peer_biases", None)
         self.biases = biases is not None and biases() == 1
+        listed = getattr(self._handle, "hattn_peer_lists", None)
+        self.listed = listed is not None and listed() == 1
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
@@ -203,6 +252,12 @@ class Library:
         if p.get("alibi") and not self.biases:
             raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_biases")
         return slopes(p, torch)
+
+    def lists(self, p, torch):
+        """`lists` of a point; raises a RuntimeError where it has some and this library knows nothing of that."""
+        if p.get("blocks") and not self.listed:
+            raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_lists")
+        return lists(p, torch)
 
     def forward(self, args):
         """Enqueues the forward that `args` describes; returns the status code."""

@@ -7,8 +7,8 @@ import entry
 
 
 class Flex:
-    """PyTorch's FlexAttention, compiled, with the cap and the biases of the scores as its score_mod. It is asked at points with one of
-    these alone."""
+    """PyTorch's FlexAttention, compiled, with the cap and the biases of the scores as its score_mod, and lists of blocks as its
+    block_mask. It is asked at points with one of these alone."""
 
     name, role, lse = "flex", "peer", None
 
@@ -31,6 +31,9 @@ class Flex:
         if p["causal"]:
             kept = self.kept(keys - queries, p.get("window"))
             self.keywords["block_mask"] = self.block_mask(kept, None, None, queries, keys, device=q.device)
+        if p.get("blocks"):
+            listed = self.listed(entry.table(p, self.torch, q.device))
+            self.keywords["block_mask"] = self.block_mask(listed, None, None, queries, keys, device=q.device)
 
     def score(self, cap, slopes=None, shift=0):
         tanh = self.torch.tanh
@@ -40,6 +43,11 @@ class Flex:
             return score if slopes is None else score - slopes[head] * (query + shift - key).abs()
 
         return modified
+
+    @staticmethod
+    def listed(table):
+        """Whole blocks of 128, which FlexAttention's lists then have as full ones."""
+        return lambda batch, head, query, key: table[query // entry.BLOCK, key // entry.BLOCK]
 
     @staticmethod
     def kept(shift, window):

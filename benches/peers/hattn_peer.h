@@ -57,6 +57,12 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
    distance within the sequence. Null, or a struct that ends before it: there are no biases. The sweep gives slopes only
    to libraries that export hattn_peer_biases. e4m3 operands have none. */
 
+/* full_block_cnt, full_block_idx and mask_block_cnt, after the slopes, are device addresses of contiguous lists of
+   blocks of 128 queries and 128 keys, of all batch entries and heads. With Qb = ceil(seqlen_q / 128) and
+   Kb = ceil(seqlen_kv / 128), block i of the queries sees the keys of the blocks full_block_idx[i * Kb], ... of which there
+   are full_block_cnt[i], and no others. mask_block_cnt is Qb zeros: no block is partial. Null, or a struct that ends
+   before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. */
+
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head
    dimension has stride 1. A stride triple is {batch, seqlen, head}, in elements. */
@@ -92,6 +98,9 @@ typedef struct hattn_peer_fwd_args {
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */
   float const* alibi_slopes; /* device address of heads_q numbers, or null */
+  int32_t const* full_block_cnt;
+  int32_t const* full_block_idx;
+  int32_t const* mask_block_cnt;
 } hattn_peer_fwd_args;
 
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
@@ -141,6 +150,9 @@ typedef struct hattn_peer_bwd_args {
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */
   float const* alibi_slopes; /* device address of heads_q numbers, or null */
+  int32_t const* full_block_cnt;
+  int32_t const* full_block_idx;
+  int32_t const* mask_block_cnt;
 } hattn_peer_bwd_args;
 
 /* Optional: enqueues one backward on the current device, by the rules of hattn_peer_fwd. It may add up dQ in any order,

@@ -41,8 +41,8 @@ SIZE = 8192
 COPY_BYTES = 1 << 30
 # How operations are counted, in the words of a report; benches/src/harness/mod.rs has the same.
 FLOPS = (
-    "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window, packed sequences one by "
-    "one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b"
+    "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window or in listed blocks, "
+    "packed sequences one by one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b"
 )
 
 # What our second run at a packed point is called: our name and this. It computes the dense batch that `hattn` chose for the point.
@@ -66,9 +66,9 @@ class Entry:
         self.o = entry.like_output(p, q, torch).fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], entry.queries(p)), float("nan"), dtype=torch.float32, device="cuda")
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
-        self.slopes = self.library.slopes(p, torch)
+        self.slopes, self.lists = self.library.slopes(p, torch), self.library.lists(p, torch)
         stream = torch.cuda.current_stream().cuda_stream
-        self.args = entry.filled(entry.Args, p, tensors, self.lse, stream, self.offsets, self.slopes)
+        self.args = entry.filled(entry.Args, p, tensors, self.lse, stream, self.offsets, self.slopes, self.lists)
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
     def context(self):
@@ -101,8 +101,8 @@ def refuse_dims(name, p):
 
 
 def refuse_softcap(name, p):
-    """Raises a RuntimeError where a peer that has no cap of the scores, and no biases, is asked for one."""
-    for what in ("softcap", "alibi"):
+    """Raises a RuntimeError where a peer that has no cap of the scores, no biases and no lists of blocks is asked for one."""
+    for what in ("softcap", "alibi", "blocks"):
         if p.get(what):
             raise RuntimeError(f"{entry.STATUS[2]}: {name} has no {what}")
 
@@ -186,6 +186,8 @@ class Flash:
 
     def prepare(self, p, q, k, v):
         refuse_dims(self.name, p)
+        if p.get("blocks"):
+            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives {self.package} no blocks")
         self.function, self.qkv, self.keywords = self.dense, (q, k, v), {"causal": p["causal"]}
         if p.get("window") is not None:
             self.keywords["window_size"] = (p["window"], 0)
@@ -279,7 +281,7 @@ def load(job, torch):
                 missing.append({"name": name, "role": role, "error": sentence(error)})
     if job["python_peers"]:
         packages = python_peers(torch)
-        if any("softcap" in p or p.get("alibi") for p in job.get("points", ())):
+        if any("softcap" in p or p.get("alibi") or p.get("blocks") for p in job.get("points", ())):
             packages["flex"] = lambda: flex.Flex(torch)
         for name, make in packages.items():
             if any(x.name == name for x in found):
@@ -342,6 +344,7 @@ def oracle(p, q, k, v, torch):
         if p["causal"]:
             before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
             scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))
+        scores = entry.unlisted(p, scores, rows, torch)
         if number is not None:
             scores.masked_fill_(number[rows, None] != number[None, :], float("-inf"))
         out.append((b, h, rows, torch.softmax(scores, -1) @ v[b, :, kv].double(), torch.logsumexp(scores, -1)))

@@ -18,7 +18,7 @@ pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, ha
 pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
 pub use library::{Entry, Forward, Text};
 
-use crate::{ARCH_VARIABLE, Point, Precision, SM_MARGIN_VARIABLE};
+use crate::{ARCH_VARIABLE, FullBlocks, Point, Precision, SM_MARGIN_VARIABLE};
 use call::{Call, Given, Problem};
 
 /// `hattn_peer_fwd_args`: the header says what the fields mean.
@@ -43,6 +43,11 @@ pub struct Args {
     pub packing: Packing,
     /// Null where there is no ALiBi, and where a caller was compiled before there was.
     pub alibi_slopes: *const f32,
+    /// Lists of full blocks, and as many counts of partial blocks, which are 0: `[Qb]`, `[Qb, Kb]` and `[Qb]`. Null where there are
+    /// none, and where a caller was compiled before there were.
+    pub full_block_cnt: *const i32,
+    pub full_block_idx: *const i32,
+    pub mask_block_cnt: *const i32,
 }
 
 /// What all structs of arguments end with: where packed sequences begin. All 0 where nothing is packed, and where a
@@ -113,7 +118,7 @@ impl Numbers {
 }
 
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
-const _: () = assert!(size_of::<Args>() == 248 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<Args>() == 272 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
 
 /// The size that the struct came with.
@@ -205,6 +210,12 @@ pub extern "C" fn hattn_peer_biases() -> c_int {
     1
 }
 
+/// 1: the functions of this library take lists of blocks.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_peer_lists() -> c_int {
+    1
+}
+
 /// One forward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -221,9 +232,12 @@ pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
 }
 
 impl Args {
-    fn call(&self) -> Result<Call<6>, Refused> {
+    fn call(&self) -> Result<Call<11>, Refused> {
         let options = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.lse(!self.lse.is_null());
         let options = options.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
+        let options = options.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
+        let [counts, indices, bits, full_counts, full] =
+            Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
             problem: Problem::Forward(options.build()?),
             packing: self.packing,
@@ -234,6 +248,11 @@ impl Args {
                 Given::strided(Slot::O, self.o, self.o_stride),
                 Given::contiguous(Slot::Lse, self.lse),
                 Given::contiguous(Slot::AlibiSlopes, self.alibi_slopes),
+                counts,
+                indices,
+                bits,
+                full_counts,
+                full,
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,
@@ -356,7 +375,7 @@ mod tests {
         // SAFETY: a live struct that is at least as large as it says.
         let read = |struct_bytes| unsafe { read(&Args { struct_bytes, packing, ..args() }, OLDER_BYTES) };
         let read = |struct_bytes| read(struct_bytes).map(|args| (args.struct_bytes, args.packing.longest));
-        assert_eq!([224, 240, 248].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((248, 9))]);
+        assert_eq!([224, 240, 272].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((272, 9))]);
         assert!(read(223).is_err_and(|Refused(_, text)| text == "struct_bytes 223; allowed: 224 and above"));
     }
 

@@ -44,7 +44,7 @@ pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink,
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
 pub use hopper_attention_verify::inputs::Class;
-pub use point::{DENSE, Direction, HeadDims, Kind, Order, Packed, Point, PointMask, Precision};
+pub use point::{DENSE, Direction, FullBlocks, HeadDims, Kind, Order, Packed, Point, PointMask, Precision};
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};

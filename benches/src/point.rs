@@ -1,5 +1,6 @@
 //! Points of a sweep, and what they cost.
 
+mod blocks;
 mod head_dims;
 mod packed;
 
@@ -13,6 +14,7 @@ use hopper_attention_verify::alibi::standard;
 use hopper_attention_verify::inputs::Class;
 use serde::{Deserialize, Serialize};
 
+pub use blocks::FullBlocks;
 pub use head_dims::HeadDims;
 pub use packed::{DENSE, Kind, Packed};
 
@@ -159,6 +161,9 @@ pub struct Point {
     /// Whether scores have ALiBi's biases, with the slopes of models.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
+    /// Lists of full blocks, one in so many of all, and those of the diagonal: see [`FullBlocks`]. Without `causal`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<u32>,
     /// What Q, K and V hold.
     #[serde(default, skip_serializing_if = "Class::is_normal")]
     pub inputs: Class,
@@ -196,6 +201,12 @@ impl Point {
         ensure!(elements < MAX_ELEMENTS, "q of {elements} elements; allowed: below {MAX_ELEMENTS}");
         let operations = 10 * elements * seqlen as u128;
         ensure!(operations < MAX_OPERATIONS, "{operations} operations; allowed: below {MAX_OPERATIONS}");
+        let dense = !causal && self.queries.is_none() && self.packed.is_none();
+        ensure!(
+            self.blocks.is_none_or(|one_in| one_in > 0 && dense),
+            "blocks {:?}; allowed: 1 and above, with as many queries as keys, neither causal nor packed",
+            self.blocks
+        );
         let Some(packed) = &self.packed else { return Ok(()) };
         ensure!(batch == 1, "batch {batch} of packed sequences; allowed: 1");
         ensure!(self.queries.is_none(), "{queries} queries in packed sequences; allowed: as many as keys");
@@ -245,12 +256,13 @@ impl Point {
         self.heads_q / self.heads_kv
     }
 
-    /// "full", "causal" or "window1024".
+    /// "full", "causal", "window1024", or "blocks16" for lists of one in 16 blocks.
     pub fn mask_name(&self) -> String {
-        match (self.causal, self.window) {
-            (false, _) => "full".into(),
-            (true, None) => "causal".into(),
-            (true, Some(keys)) => format!("window{keys}"),
+        match (self.causal, self.window, self.blocks) {
+            (false, _, Some(one_in)) => format!("blocks{one_in}"),
+            (false, _, None) => "full".into(),
+            (true, None, _) => "causal".into(),
+            (true, Some(keys), _) => format!("window{keys}"),
         }
     }
 
@@ -301,7 +313,8 @@ impl Point {
     /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, or causal with fewer queries than keys, 4
     /// for each of the head dim's elements and each pair of a query and a key that it sees. Where head dims differ, half of
     /// them are of either. The backward has five products: 2.5 times the forward's, three with the head dim of Q and K and
-    /// two with that of V. Packed sequences are counted one by one.
+    /// two with that of V. Packed sequences are counted one by one. With lists of blocks the pairs of listed blocks are
+    /// counted.
     pub fn flops(&self) -> u64 {
         let HeadDims { qk, vo } = self.head_dims();
         let columns = match self.direction {
@@ -317,6 +330,9 @@ impl Point {
 
     /// The operations of one sequence, with so many for a pair of a query and a key: an even number.
     fn flops_of_one(&self, each: u64, lengths: [usize; 2]) -> u64 {
+        if let Some(one_in) = self.blocks {
+            return each * self.listed_pairs(one_in);
+        }
         let [queries, keys] = lengths.map(|length| length as u64);
         match (self.causal, self.window, self.queries) {
             (false, ..) => each * queries * keys,
@@ -339,7 +355,7 @@ impl Point {
         }
     }
 
-    /// The keys that a query sees.
+    /// The keys that a query sees, if the lists of blocks keep the pair.
     pub fn keys(&self, query: usize) -> Range<usize> {
         let sequence = self.sequence(query);
         let own = query + self.seqlen.saturating_sub(self.seqlen_q());
@@ -350,7 +366,7 @@ impl Point {
     /// The queries that see a key.
     pub fn queries_of(&self, key: usize) -> impl Iterator<Item = usize> + '_ {
         let sequence = if self.packed.is_some() { self.sequence(key) } else { 0..self.seqlen_q() };
-        sequence.filter(move |&query| self.keys(query).contains(&key))
+        sequence.filter(move |&query| self.keys(query).contains(&key) && self.lists_keep(query, key))
     }
 
     /// The rows of the packed sequence that has this one. All keys where sequences are not packed.
@@ -415,7 +431,8 @@ impl Point {
             (true, Some(keys)) => Mask::window(Some(keys), Some(0)),
         };
         let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
-        let options = options.operand(Slot::AlibiSlopes, self.alibi);
+        let options =
+            options.operand(Slot::AlibiSlopes, self.alibi).block_mask(self.blocks.map(|_| FullBlocks::form()));
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),

@@ -54,6 +54,9 @@ pub struct Sweep {
     pub softcap: Option<u32>,
     /// Whether the scores of all points have ALiBi's biases. Not with e4m3 operands.
     pub alibi: bool,
+    /// In place of masks: lists of full blocks, one in so many of all, at random. Not with e4m3 operands, `lopsided`, `quarter` and
+    /// `packed`.
+    pub block_mask: Vec<u32>,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
 }
@@ -99,6 +102,7 @@ impl Sweep {
             packed: vec![],
             softcap: None,
             alibi: false,
+            block_mask: vec![],
             filters: vec![],
         }
     }
@@ -129,6 +133,16 @@ impl Sweep {
             !self.alibi || !self.dtypes.contains(&Precision::E4m3),
             "--alibi with --dtypes e4m3: e4m3 operands have no ALiBi; allowed: --dtypes bf16,f16"
         );
+        let refused = [
+            (self.dtypes.contains(&Precision::E4m3), "--dtypes e4m3"),
+            (self.lopsided, "--lopsided"),
+            (self.quarter, "--quarter"),
+            (!self.packed.is_empty(), "--packed"),
+        ];
+        for (with, option) in refused {
+            let lists = !self.block_mask.is_empty();
+            ensure!(!(lists && with), "--block-mask with {option} is not timed; allowed: one of them");
+        }
         ensure!(
             self.packed.is_empty() || self.inputs.iter().all(Class::is_normal),
             "--packed with other --inputs is not timed; allowed: --inputs normal"
@@ -146,7 +160,7 @@ impl Sweep {
         );
         let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
         let kinds = [self.directions.len(), self.dtypes.len(), groups, self.dims.len()];
-        let each = self.masks.len().saturating_mul(self.sequences().len());
+        let each = self.kept().count().saturating_mul(self.sequences().len());
         let each = each.saturating_add(if self.lopsided { LOPSIDED.len() } else { 0 });
         let each = each.saturating_mul(self.inputs.len());
         let all = kinds.into_iter().fold(each, usize::saturating_mul);
@@ -215,23 +229,29 @@ impl Sweep {
     ) -> Result<()> {
         let (head_dim, head_dim_vo) = apart(head_dims);
         let sequences = self.sequences();
-        for &mask in &self.masks {
-            let (causal, window) = match mask {
-                PointMask::Full => (false, None),
-                PointMask::Causal => (true, None),
-                PointMask::Window(keys) => (true, Some(keys)),
-            };
+        for (causal, window, blocks) in self.kept() {
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
                 let (inputs, softcap, alibi) = (Class::Normal, None, false);
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, blocks,
                 };
                 points.push(point.checked()?);
             }
         }
         Ok(())
+    }
+
+    /// Which keys are kept: whether a mask is causal, its window, and the lists of blocks.
+    fn kept(&self) -> impl Iterator<Item = (bool, Option<usize>, Option<u32>)> + '_ {
+        let masks = self.masks[..if self.block_mask.is_empty() { self.masks.len() } else { 0 }].iter();
+        let masks = masks.map(|mask| match *mask {
+            PointMask::Full => (false, None, None),
+            PointMask::Causal => (true, None, None),
+            PointMask::Window(keys) => (true, Some(keys), None),
+        });
+        masks.chain(self.block_mask.iter().map(|&one_in| (false, None, Some(one_in))))
     }
 
     /// Batch and sequence length of the points of every mask, and the sequences where they are packed.
@@ -270,10 +290,10 @@ impl Sweep {
         let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
-            let (inputs, packed, softcap, alibi) = (Class::Normal, None, None, false);
+            let (inputs, packed, softcap, alibi, blocks) = (Class::Normal, None, None, false, None);
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, blocks,
             };
             points.push(point.checked()?);
         }

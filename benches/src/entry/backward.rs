@@ -6,6 +6,7 @@ use hopper_attention::{BackwardProblem, Slot};
 
 use super::call::{Call, Given, Problem};
 use super::{INVALID, Numbers, Packing, Refused, answer, read};
+use crate::FullBlocks;
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -37,10 +38,14 @@ pub struct BackwardArgs {
     pub packing: Packing,
     /// As the forward's.
     pub alibi_slopes: *const f32,
+    /// As the forward's.
+    pub full_block_cnt: *const i32,
+    pub full_block_idx: *const i32,
+    pub mask_block_cnt: *const i32,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<BackwardArgs>() == 376 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<BackwardArgs>() == 400 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, numbers) == 272);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, stream) == 328);
 
@@ -89,11 +94,14 @@ pub unsafe extern "C" fn hattn_peer_bwd_workspace(args: *const BackwardArgs, byt
 impl BackwardArgs {
     fn problem(&self) -> Result<Problem, Refused> {
         let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?;
-        let forward = forward.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null()).build()?;
+        let forward = forward.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
+        let forward = forward.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form)).build()?;
         Ok(Problem::Backward(BackwardProblem::builder(&forward).build()?))
     }
 
-    fn call(&self) -> Result<Call<10>, Refused> {
+    fn call(&self) -> Result<Call<15>, Refused> {
+        let [counts, indices, bits, full_counts, full] =
+            Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
             problem: self.problem()?,
             packing: self.packing,
@@ -108,6 +116,11 @@ impl BackwardArgs {
                 Given::strided(Slot::DK, self.d_k, self.d_k_stride),
                 Given::strided(Slot::DV, self.d_v, self.d_v_stride),
                 Given::contiguous(Slot::AlibiSlopes, self.alibi_slopes),
+                counts,
+                indices,
+                bits,
+                full_counts,
+                full,
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,

@@ -39,6 +39,19 @@ impl Given {
     pub fn contiguous(slot: Slot, data: *const f32) -> Self {
         Self { slot, data: data.cast(), stride: None }
     }
+
+    /// Lists of full blocks: counts, indices, and counts of partial blocks, which are 0. The indices of partial blocks are never
+    /// read, so that those of full ones stand in for them.
+    pub fn lists([full_counts, full, counts]: [*const i32; 3]) -> [Self; 5] {
+        let list = |slot, data: *const i32| Self { slot, data: data.cast(), stride: None };
+        [
+            list(Slot::MaskBlockCnt, counts),
+            list(Slot::MaskBlockIdx, full),
+            list(Slot::MaskBits, std::ptr::null()),
+            list(Slot::FullBlockCnt, full_counts),
+            list(Slot::FullBlockIdx, full),
+        ]
+    }
 }
 
 impl<const N: usize> Call<N> {
@@ -87,12 +100,12 @@ impl<const N: usize> Call<N> {
                 (&[a, b, c], Some([_, token, head])) => {
                     RawTensor::new(address, dtype, place, Layout::with_strides([a, b, c], [token, head, 1])?)
                 }
+                (&[a, b, c, d], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b, c, d])?),
                 (&[a], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a])?),
                 (&[a, b], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b])?),
                 (&[a, b, c], None) => RawTensor::new(address, dtype, place, Layout::contiguous([a, b, c])?),
                 (shape, _) => {
-                    let (got, allowed) =
-                        (format!("shape {shape:?}"), "up to four dimensions, and three without strides".into());
+                    let (got, allowed) = (format!("shape {shape:?}"), "up to four dimensions".into());
                     return Err(Error::Layout { tensor: slot.name(), got, allowed });
                 }
             };

@@ -17,7 +17,7 @@ use hopper_attention::{
 use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::{Event, FLOPS, Harness, Job, ORDER, Ready, Sink, WARM_UPS, inputs, turns};
 use crate::report::Library;
-use crate::{Packed, Point, Role, memory};
+use crate::{FullBlocks, Packed, Point, Role, memory};
 
 /// Our CPU backend against what a careful author without any tiling would write.
 pub struct Cpu;
@@ -160,8 +160,9 @@ fn lengths(offsets: &Option<SequenceOffsets>) -> Lengths<'_> {
 }
 
 /// The modifiers of a point for the reference.
-fn modifiers(slopes: &Option<Vec<f64>>) -> Modifiers<'_> {
-    Modifiers { alibi_slopes: slopes.as_deref(), ..Modifiers::default() }
+fn modifiers<'a>(slopes: &'a Option<Vec<f64>>, blocks: &'a Option<FullBlocks>) -> Modifiers<'a> {
+    let blocks = blocks.as_ref().map(FullBlocks::borrowed);
+    Modifiers { alibi_slopes: slopes.as_deref(), blocks, ..Modifiers::default() }
 }
 
 /// ALiBi's slopes of a point as the reference takes them.
@@ -176,13 +177,21 @@ struct Given<'a> {
 }
 
 impl<'a> Given<'a> {
-    fn new(offsets: &'a Option<SequenceOffsets>, slopes: &'a Option<Vec<f32>>) -> hopper_attention::Result<Self> {
+    fn new(
+        offsets: &'a Option<SequenceOffsets>,
+        slopes: &'a Option<Vec<f32>>,
+        blocks: &'a Option<FullBlocks>,
+    ) -> hopper_attention::Result<Self> {
         let args = match slopes {
             None => Args::new(),
             Some(slopes) => {
                 let slopes = TensorRef::host(slopes, Layout::contiguous([slopes.len()])?)?;
                 Args::new().read(Slot::AlibiSlopes, slopes)
             }
+        };
+        let args = match blocks {
+            None => args,
+            Some(blocks) => blocks.add_to(args)?,
         };
         let args = match offsets {
             None => args,
@@ -234,6 +243,7 @@ pub(super) struct Planned<P, O> {
     plan: P,
     offsets: Option<SequenceOffsets>,
     slopes: Option<Vec<f32>>,
+    blocks: Option<FullBlocks>,
     workspace: Workspace<'static>,
     written: O,
 }
@@ -247,12 +257,13 @@ impl<T: Float> Way<T> for Backend {
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let written =
             (memory::filled(task.o.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
-        Ok(Planned { plan, offsets: offsets(task.point)?, slopes: task.point.slopes(), workspace, written })
+        let (slopes, blocks) = (task.point.slopes(), task.point.full_blocks());
+        Ok(Planned { plan, offsets: offsets(task.point)?, slopes, blocks, workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, offsets, slopes, workspace, written: (o, lse) } = ready;
-        let given = Given::new(offsets, slopes)?
+        let Planned { plan, offsets, slopes, blocks, workspace, written: (o, lse) } = ready;
+        let given = Given::new(offsets, slopes, blocks)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -274,6 +285,7 @@ pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
     problem: P,
     offsets: Option<SequenceOffsets>,
     slopes: Option<Vec<f64>>,
+    blocks: Option<FullBlocks>,
     inputs: [Tensor; INPUTS],
     plain: Option<R>,
     layouts: [Layout<4>; OUTPUTS],
@@ -287,13 +299,13 @@ impl<T: Float> Way<T> for Naive {
         probe([&task.q, &task.k, &task.v], [&task.o])?;
         let inputs = [(q, &task.q), (k, &task.k), (v, &task.v)].map(|(x, at)| Tensor::from_strided(x, at));
         let (problem, offsets) = (task.point.problem()?, offsets(task.point)?);
-        let slopes = wide_slopes(task.point);
-        Ok(Plainly { problem, offsets, slopes, inputs, plain: None, layouts: [task.o] })
+        let (slopes, blocks) = (wide_slopes(task.point), task.point.full_blocks());
+        Ok(Plainly { problem, offsets, slopes, blocks, inputs, plain: None, layouts: [task.o] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
         let [q, k, v] = &ready.inputs;
-        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes));
+        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks));
         ready.plain = Some(forward_plain_with(&ready.problem, &lengths, [q, k, v], modifiers)?);
         Ok(())
     }

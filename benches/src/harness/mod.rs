@@ -45,8 +45,8 @@ pub use rows::Rows;
 pub const WARM_UPS: usize = 3;
 
 /// How operations are counted, in the words of a report; `peers/sweep.py` has the same.
-const FLOPS: &str = "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window, packed sequences one \
-                     by one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b";
+const FLOPS: &str = "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of the pairs kept with a window or in listed blocks, \
+                     packed sequences one by one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b";
 
 /// In which order libraries take turns, in the words of a report; `peers/sweep.py` has the same.
 const ORDER: &str = "order rotating unless a library runs twice";

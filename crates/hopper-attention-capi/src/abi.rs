@@ -76,6 +76,7 @@ pub const HATTN_ALIBI_PER_BATCH: hattn_alibi = 2;
 /// - mask_block_idx, full_block_idx: [B, H, Qb, Kb], which: so many entries of the last dimension, each 0 to Kb - 1
 /// - mask_bits: [B, H, Qb, 512 * block_mask_most_partial], 512 words for each partial block in the order of the list: 4 for each
 ///   query. Bit j % 32 of word j / 32 is key j of the block.
+///
 /// The CPU refuses wrong numbers. A GPU clamps counts and leaves out what is no block. Of a block that is listed twice, the first
 /// place counts. A block in both lists is full.
 pub type hattn_block_mask = i32;

@@ -103,7 +103,8 @@ impl TensorFile {
             FileDtype::F32 => DType::F32,
             FileDtype::I32 => DType::I32,
             other => {
-                let is_list = name.starts_with("cu_seqlens") || name.starts_with("seqused");
+                let is_list =
+                    ["cu_seqlens", "seqused", "mask_", "full_block"].iter().any(|list| name.starts_with(list));
                 let allowed = if is_list { "I32" } else { "BF16, F16, F32" };
                 bail!("input {}: tensor `{name}` has dtype {other}; allowed: {allowed}", self.path.display())
             }

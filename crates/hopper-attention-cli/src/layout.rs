@@ -3,6 +3,7 @@
 use hopper_attention::{Layout, Operand};
 
 use crate::args::FileLayout;
+use crate::blocks::is_list;
 
 /// `[batch, seqlen, heads, head_dim]` from a shape in the file's order.
 pub fn logical(layout: FileLayout, shape: [usize; 4]) -> [usize; 4] {
@@ -30,14 +31,16 @@ pub fn strided(layout: FileLayout, logical_shape: [usize; 4]) -> hopper_attentio
 /// Whether an operand has the file's order of dimensions and the file's element type, as those of four dimensions do, and of
 /// three where sequences are packed. Others are contiguous, and of the type that the library lists.
 pub fn is_in_files_order(operand: &Operand) -> bool {
-    operand.slot().rank() == 4
+    operand.slot().rank() == 4 && !is_list(operand.slot())
 }
 
 /// An operand's shape in the file.
 pub fn shape_in_file(layout: FileLayout, operand: &Operand) -> Vec<usize> {
     match *operand.shape() {
-        [batch, seqlen, heads, head_dim] => file_shape(layout, [batch, seqlen, heads, head_dim]).to_vec(),
-        ref other => other.to_vec(),
+        [batch, seqlen, heads, head_dim] if is_in_files_order(operand) => {
+            file_shape(layout, [batch, seqlen, heads, head_dim]).to_vec()
+        }
+        _ => operand.shape().to_vec(),
     }
 }
 

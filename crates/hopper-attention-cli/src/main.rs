@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod blocks;
 mod compute;
 mod fuzz;
 mod info;

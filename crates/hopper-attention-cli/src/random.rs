@@ -18,8 +18,8 @@ use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::values::Values;
 
-/// Writes q, k and v, and d_o, d_lse, sinks and ALiBi slopes where they are wanted, each element but those of slopes from the normal distribution with mean 0 and
-/// deviation 1. A class of inputs changes q and k.
+/// Writes q, k and v, and d_o, d_lse, sinks, ALiBi slopes and lists of blocks where they are wanted. Each element but those of
+/// slopes and lists is from the normal distribution with mean 0 and deviation 1. A class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
     let packed = args.packed || args.layout == FileLayout::Thd;
     let layout = if packed { FileLayout::Thd } else { args.layout };
@@ -30,7 +30,9 @@ pub fn random(args: &RandomArgs) -> Result<()> {
         .with_head_dim_vo(args.head_dim_vo.unwrap_or(args.head_dim));
     let options = ForwardProblem::builder(args.dtype.into(), dims).lse(true).packed(packed);
     let options = if args.sinks { options.sinks(DType::F32) } else { options };
-    let problem = options.operand(Slot::AlibiSlopes, args.alibi).build()?;
+    let lists = args.block_mask.image(dims, args.seed);
+    let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(|lists| lists.mask));
+    let problem = options.build()?;
     let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
     let (dtype, forward) = (problem.dtype(), problem.operands());
@@ -45,6 +47,10 @@ pub fn random(args: &RandomArgs) -> Result<()> {
                 (&mut values, lengths.lists().find(|(slot, _)| *slot == operand.slot()))
             {
                 numbers.copy_from_slice(list);
+                return Ok(values);
+            }
+            if let (Values::I32(numbers), Some(lists)) = (&mut values, &lists) {
+                numbers.copy_from_slice(lists.inner(operand.slot()));
                 return Ok(values);
             }
             if operand.slot() == Slot::AlibiSlopes {

@@ -11,6 +11,7 @@ use hopper_attention::{
 use hopper_attention_verify::alibi::standard;
 
 use crate::args::{ComputeArgs, DeviceArg, FileLayout};
+use crate::blocks;
 use crate::input::TensorFile;
 use crate::layout::{axes, is_in_files_order, logical, shape_in_file};
 use crate::operands::inputs;
@@ -131,6 +132,7 @@ impl Request {
         if input.has(Slot::Sinks.name()) {
             options = options.sinks(input.tensor(Slot::Sinks.name())?.0);
         }
+        options = options.block_mask(blocks::form(&input).with_context(|| format!("input {name}"))?);
         let problem = options.build().with_context(|| format!("input {name}"))?;
         let problem = with_optional_inputs(problem, &input);
         // A file has no memory that is not written.
@@ -155,7 +157,8 @@ impl Request {
             request.input.check(operand.slot().name(), dtype, &shape_in_file(layout, &operand), axes)?;
         }
         let mut lists = Tensors::new();
-        for slot in request.inputs().iter().filter(|operand| operand.dtype() == DType::I32).map(Operand::slot) {
+        let of_lengths = |operand: &&Operand| operand.dtype() == DType::I32 && !blocks::is_list(operand.slot());
+        for slot in request.inputs().iter().filter(of_lengths).map(Operand::slot) {
             lists.insert(slot, request.input.read(slot.name(), DType::I32)?);
         }
         lengths(&lists).check(&request.problem).with_context(|| format!("input {name}"))?;

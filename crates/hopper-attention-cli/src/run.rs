@@ -8,6 +8,7 @@ use anyhow::{Result, ensure};
 use hopper_attention::{BackwardProblem, ForwardProblem, Lengths, Mask, Operand, Slot};
 
 use crate::args::{CheckArgs, ComputeArgs, RunArgs};
+use crate::blocks;
 use crate::compute::{self, Plan, compute};
 use crate::input;
 use crate::judge::{judge, judge_gradients, tell_accuracy, verdict};
@@ -59,7 +60,10 @@ fn execute(
     if let Some(plan) = &choice.quantise {
         report::busy("quantising", || compute::quantise(plan, &choice.device, *layout, &mut tensors))?;
     }
-    let pairs = pairs(problem, &lengths(&tensors));
+    let pairs = match problem.block_mask().zip(blocks::lists(&tensors)) {
+        Some((form, lists)) => blocks::kept_pairs(problem, form, &lists) as f64,
+        None => pairs(problem, &lengths(&tensors)),
+    };
     let mut pass = |what, plan: &dyn Plan| {
         let time = report::busy(what, || compute(plan, &choice.device, *layout, &mut tensors, repeat))?;
         outputs(plan.operands()).filter(|operand| is_in_files_order(operand)).try_for_each(|operand| {

@@ -208,6 +208,29 @@ fn a_sweep_of_both_passes() {
     assert!(text(&same.stdout).contains("0 slower, 0 faster, 24 within noise"), "{}", text(&same.stdout));
 }
 
+/// Lists of full blocks, all of them and one in four, in both passes.
+#[test]
+fn a_sweep_of_lists_of_blocks() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = "bench --device cpu --tokens 400 --seqlens 400 --hidden 32 --dims 16 --dtypes bf16 --directions fwd,bwd \
+                   --block-mask 1,1/4 --iters 3 --seed 7 --output";
+    let out =
+        hattn(&[&options.split_whitespace().collect::<Vec<_>>()[..], &[folder.path().to_str().unwrap()]].concat());
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    let report = json(&folder.path().join("bench.json"));
+    let points = report["points"].as_array().expect("points");
+    let flops: Vec<u64> = points.iter().map(|point| point["flops"].as_u64().expect("a count")).collect();
+    assert_eq!((flops.len(), flops[0]), (4, 4 * 400 * 400 * 16 * 2));
+    assert!(flops[1] < flops[0] && (2 * flops[2], 2 * flops[3]) == (5 * flops[0], 5 * flops[1]), "{flops:?}");
+    for (point, blocks) in points.iter().zip([1, 4, 1, 4]) {
+        assert_eq!(point["point"]["blocks"], blocks);
+        for run in point["runs"].as_array().expect("runs") {
+            assert_eq!(run["status"], "ok", "{run}");
+        }
+    }
+    assert!(text(&out.stdout).contains("blocks4"), "{}", text(&out.stdout));
+}
+
 /// Head dims of V that are not those of Q and K, in both passes.
 #[test]
 fn a_sweep_of_pairs_of_head_dims() {
@@ -409,6 +432,9 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--packed", "--batch", "2"], "cannot be used with");
     refused(&["--packed", "--inputs", "sink"], "--packed with other --inputs is not timed; allowed: --inputs normal");
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
+    refused(&["--block-mask", "1/4", "--masks", "full"], "cannot be used with");
+    refused(&["--block-mask", "0.5"], "1, or 1/N such as 1/16");
+    refused(&["--block-mask", "1/4", "--packed"], "--block-mask with --packed is not timed");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");
     refused(&["--sm-margin", "8"], "--sm-margin is for a GPU, and this would run on the CPU");

@@ -279,6 +279,64 @@ fn linear_biases_by_hand() {
     assert!(checked.contains("causal alibi") && checked.contains("passed"), "{checked}");
 }
 
+/// Queries of 130, keys of 200. The first block of queries has the second block of keys, the second a bit of the first.
+#[test]
+fn lists_of_blocks_by_hand() {
+    let folder = Folder::new();
+    let lists = |numbers: &[i32]| numbers.iter().flat_map(|number| number.to_le_bytes()).collect::<Vec<_>>();
+    let mut bits = vec![0; 2 * 512];
+    // Query 129, key 7.
+    bits[512 + 4] = 1 << 7;
+    let ones = |count: usize| bytes(&vec![1.0; count]);
+    let of = |layout: &str, words: &[i32], shape: &[usize; 4]| {
+        let (q, k) = if layout == "bshd" { ([1, 130, 1, 1], [1, 200, 1, 1]) } else { ([1, 1, 130, 1], [1, 1, 200, 1]) };
+        let v: Vec<f32> = (0..200).map(|key| key as f32 / 64.0).collect();
+        let tensors = [
+            ("q", Dtype::F32, &q[..], ones(130)),
+            ("k", Dtype::F32, &k[..], ones(200)),
+            ("v", Dtype::F32, &k[..], bytes(&v)),
+            ("d_o", Dtype::F32, &q[..], ones(130)),
+            ("mask_block_cnt", Dtype::I32, &[1, 1, 2][..], lists(&[0, 1])),
+            ("mask_block_idx", Dtype::I32, &[1, 1, 2, 2][..], lists(&[9, 9, 0, 9])),
+            ("mask_bits", Dtype::I32, &shape[..], lists(words)),
+            ("full_block_cnt", Dtype::I32, &[1, 1, 2][..], lists(&[1, 0])),
+            ("full_block_idx", Dtype::I32, &[1, 1, 2, 2][..], lists(&[1, 9, 9, 9])),
+        ];
+        folder.typed("qkv.safetensors", Some(layout), &tensors)
+    };
+    let output = folder.path("o.safetensors");
+    for layout in ["bshd", "bhsd"] {
+        let input = of(layout, &bits, &[1, 1, 2, 512]);
+        let text = hattn_on("run --device cpu", &input, Some(&output)).fine();
+        assert!(text.contains("block_mask of up to 1 partial and full blocks"), "{text}");
+        let written = Written::read(&output);
+        // The mean of keys 128 to 199, nothing, and key 7.
+        let near = |got: f32, want: f32| (got - want).abs() < 1e-5;
+        assert!(written.o[..128].iter().all(|&o| near(o, 163.5 / 64.0)), "{:?}", written.o);
+        assert!(written.o[128] == 0.0 && near(written.o[129], 7.0 / 64.0), "{:?}", &written.o[128..]);
+        assert_eq!(written.lse[128], f32::NEG_INFINITY);
+        let checked = hattn_on("check --backward --device cpu", &input, None).fine();
+        assert!(checked.contains("passed"), "{checked}");
+        let more = hattn_on("check --backward --device cpu --mask causal", &input, None).fine();
+        assert!(more.contains("causal block_mask") && more.contains("passed"), "{more}");
+    }
+    let refused = |words: &[i32], shape: &[usize; 4], text: &str| {
+        hattn_on("run --device cpu", &of("bshd", words, shape), Some(&output)).refused(&[text]);
+    };
+    refused(&[0; 1026], &[1, 1, 2, 513], "allowed: a last dimension that is a multiple of 512");
+    refused(&[0; 512], &[1, 1, 1, 512], "tensor `mask_bits` has shape [1, 1, 1, 512]; allowed: [1, 1, 2, 512]");
+    refused(&[0; 3072], &[1, 1, 2, 1536], "block_mask.most_partial: 3; allowed: 0 to 2, the blocks of keys");
+    // Each kind of `hattn random`, of which no two batch entries and heads are alike.
+    for (seed, kind) in ["random:40", "documents", "all", "nothing", "striped", "none"].into_iter().enumerate() {
+        let line =
+            "--batch 2 --heads-q 4 --heads-kv 2 --seqlen-q 150 --seqlen-kv 290 --head-dim 8 --dtype f32 --backward";
+        let options = format!("{line} --block-mask {kind} --seed {seed} --layout bhsd");
+        let random = folder.random("random.safetensors", &options);
+        let checked = hattn_on("check --backward --device cpu --mask causal", &random, None).fine();
+        assert!(checked.contains("block_mask") == (kind != "none") && checked.contains("passed"), "{checked}");
+    }
+}
+
 /// An infinite input makes infinities, NaN, and rows that it has no part in. The oracle says which is where.
 #[test]
 fn check_passes_on_infinite_input() {

@@ -13,6 +13,15 @@ fn random_problems_are_right() {
 }
 
 #[test]
+fn lists_of_blocks_may_be_given() {
+    let text = hattn("fuzz --device cpu --problems 24 --seed 3 --block-mask random:30".split(' ')).fine();
+    assert!(text.contains("passed: 0 wrong"), "{text}");
+    let allowed = "allowed: random:PERCENT, none, documents, all, nothing, striped";
+    let ran = hattn("fuzz --device cpu --problems 1 --block-mask some".split(' '));
+    assert!(ran.code == Some(2) && ran.stderr.contains(allowed), "{ran:?}");
+}
+
+#[test]
 fn a_written_problem_is_run_again() {
     let folder = Folder::new();
     let path = folder.path("wrong.json");

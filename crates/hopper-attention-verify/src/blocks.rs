@@ -1,5 +1,8 @@
 //! Block-sparse masks of a case: the lists of blocks and their bits, in guarded memory.
 
+use std::fmt;
+use std::str::FromStr;
+
 use hopper_attention::{Args, BlockLists, BlockMask, Dims, Layout, MASK_BLOCK, MASK_BLOCK_WORDS, Slot, TensorRef};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -41,6 +44,18 @@ impl Blocks {
         Self::Striped,
     ];
 
+    /// The word for it on a command line.
+    pub fn name(self) -> String {
+        match self {
+            Self::None => "none".into(),
+            Self::Random(percent) => format!("random:{percent}"),
+            Self::Documents => "documents".into(),
+            Self::All => "all".into(),
+            Self::Nothing => "nothing".into(),
+            Self::Striped => "striped".into(),
+        }
+    }
+
     /// Whether the problem has none.
     pub fn is_none(&self) -> bool {
         *self == Self::None
@@ -49,6 +64,29 @@ impl Blocks {
     /// The lists of a problem of these sizes. The same seed gives the same lists on every machine.
     pub fn image(self, dims: Dims, seed: u64) -> Option<BlocksImage> {
         (!self.is_none()).then(|| BlocksImage::new(self, dims, seed))
+    }
+}
+
+impl fmt::Display for Blocks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.name())
+    }
+}
+
+impl FromStr for Blocks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let percent = text.strip_prefix("random:").and_then(|percent| percent.parse().ok());
+        if let Some(percent @ 0..=100) = percent {
+            return Ok(Self::Random(percent));
+        }
+        let others = Self::ALL.into_iter().filter(|kind| !matches!(kind, Self::Random(_)));
+        let kinds: Vec<Self> = others.collect();
+        kinds.iter().copied().find(|kind| kind.name() == text).ok_or_else(|| {
+            let allowed: Vec<_> = kinds.iter().map(|kind| kind.name()).collect();
+            format!("lists of blocks `{text}`; allowed: random:PERCENT, {}", allowed.join(", "))
+        })
     }
 }
 
@@ -241,6 +279,17 @@ fn random_block(rng: &mut StdRng) -> Block {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kinds_have_names() {
+        for kind in Blocks::ALL.into_iter().chain([Blocks::Random(0), Blocks::Random(100)]) {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+        for wrong in ["", "random", "random:", "random:101", "random:-1", "Documents"] {
+            let text = "allowed: random:PERCENT, none, documents, all, nothing, striped";
+            assert!(wrong.parse::<Blocks>().unwrap_err().ends_with(text));
+        }
+    }
 
     #[test]
     fn lists_follow_from_the_seed_and_have_the_sizes_of_their_problem() {

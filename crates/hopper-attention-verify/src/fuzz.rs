@@ -16,8 +16,9 @@ use proptest::test_runner::TestRunner;
 use rayon::prelude::*;
 
 use crate::alibi::Alibi;
+use crate::blocks::Blocks;
 use crate::case::Case;
-use crate::case::random::runner;
+use crate::case::random::{listed, runner};
 use crate::ready::Verdict;
 
 pub use problem::{Fp8, Launch, Pass, Problem};
@@ -162,6 +163,13 @@ impl Fuzz {
         self.with(move |case| case.alibi = alibi)
     }
 
+    /// Gives all problems lists of blocks of this kind in place of the drawn ones. Problems with e4m3 operands, packed sequences or
+    /// used lengths have none.
+    #[must_use]
+    pub fn blocks(self, blocks: Blocks) -> Self {
+        self.with(move |case| *case = listed(case.clone(), blocks))
+    }
+
     /// Asks all problems for the maximum logits, or none of them. Problems with e4m3 operands have none.
     #[must_use]
     pub fn max_logits(self, wanted: bool) -> Self {
@@ -252,6 +260,21 @@ mod tests {
                 assert_eq!(forward.alibi(), if fp8 { None } else { alibi.option() }, "{problem}");
                 assert_eq!(forward.wants_max_logits(), wanted && !fp8, "{problem}");
             }
+        }
+    }
+
+    #[test]
+    fn lists_of_blocks_may_be_given() {
+        for blocks in [Blocks::None, Blocks::Random(40), Blocks::Documents] {
+            let mut fuzz = Fuzz::new(5, true).blocks(blocks);
+            let mut with = 0;
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let takes = !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) && problem.case.packing.is_none();
+                let has = problem.forward().block_mask().is_some();
+                assert_eq!(has, takes && !blocks.is_none(), "{problem}");
+                with += usize::from(has);
+            }
+            assert!(with > 20 || blocks.is_none(), "{with} of 200");
         }
     }
 

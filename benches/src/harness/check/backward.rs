@@ -78,7 +78,7 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
     let [batch, query, head] = at;
     let own = Query::new(task, pool, at);
     let mut d_q = Sum::new(task.point.head_dim);
-    for key in task.point.keys(query) {
+    for key in task.point.keys(query).filter(|&key| task.point.lists_keep(query, key)) {
         let at = [batch, key, head / task.point.group()];
         let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
         let [_, d_s, size] = own.pair(key, &k, &v, task.point);

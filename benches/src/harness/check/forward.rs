@@ -24,11 +24,12 @@ fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usiz
     let kv_head = head / point.group();
     let q = values(&pool.q, &task.q, [batch, query, head]);
     let score = |key| point.score(dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head])), [head, query, key])[0];
-    let scores: Vec<f64> = point.keys(query).map(score).collect();
+    let keys: Vec<usize> = point.keys(query).filter(|&key| point.lists_keep(query, key)).collect();
+    let scores: Vec<f64> = keys.iter().copied().map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
     let mut out = vec![0.0; point.head_dims().vo];
-    for (key, score) in point.keys(query).zip(&scores) {
+    for (key, score) in keys.into_iter().zip(&scores) {
         let weight = (score - max).exp() / sum;
         for (out, v) in out.iter_mut().zip(values(&pool.v, &task.v, [batch, key, kv_head])) {
             *out += weight * v;

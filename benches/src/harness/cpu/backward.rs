@@ -21,14 +21,15 @@ impl<T: Float> Way<T> for Backend {
         let workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes())?;
         let unwritten = |layout: &Layout<4>| memory::filled(layout.span(), T::from_f32(f32::NAN));
         let written = [unwritten(&task.q)?, unwritten(&task.k)?, unwritten(&task.v)?];
-        Ok(Planned { plan, offsets: offsets(task.point)?, slopes: task.point.slopes(), workspace, written })
+        let (slopes, blocks) = (task.point.slopes(), task.point.full_blocks());
+        Ok(Planned { plan, offsets: offsets(task.point)?, slopes, blocks, workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, offsets, slopes, workspace, written: [d_q, d_k, d_v] } = ready;
+        let Planned { plan, offsets, slopes, blocks, workspace, written: [d_q, d_k, d_v] } = ready;
         let saved = task.saved()?;
         let o = saved.tensors.first().context("the forward left no O")?;
-        let given = Given::new(offsets, slopes)?
+        let given = Given::new(offsets, slopes, blocks)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -59,12 +60,12 @@ impl<T: Float> Way<T> for Naive {
         let inputs = [(q, &task.q), (k, &task.k), (v, &task.v), (d_o, &task.o)];
         let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
         let (problem, offsets) = (task.point.backward_problem()?, offsets(task.point)?);
-        let slopes = wide_slopes(task.point);
-        Ok(Plainly { problem, offsets, slopes, inputs, plain: None, layouts: [task.q, task.k, task.v] })
+        let (slopes, blocks) = (wide_slopes(task.point), task.point.full_blocks());
+        Ok(Plainly { problem, offsets, slopes, blocks, inputs, plain: None, layouts: [task.q, task.k, task.v] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
-        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes));
+        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks));
         let inputs = ready.inputs.each_ref();
         ready.plain = Some(backward_plain_with(&ready.problem, &lengths, inputs, None, modifiers)?);
         Ok(())

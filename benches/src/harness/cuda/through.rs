@@ -64,6 +64,22 @@ impl<T: Float> Library<'_, T> {
         Ok(Some(self.stream.clone_htod(&slopes).map_err(anyhow::Error::from)?))
     }
 
+    /// The lists of blocks of a point, if it has any: counts and indices of full blocks, and counts of partial ones. Refuses them for
+    /// a library that knows no such thing.
+    fn lists(&self, point: &Point) -> Result<Option<[CudaSlice<i32>; 3]>, Refusal> {
+        let Some(lists) = point.full_blocks() else { return Ok(None) };
+        if !self.entry.lists() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_lists", self.name)));
+        }
+        let copied = |list: &[i32]| self.stream.clone_htod(list).map_err(anyhow::Error::from);
+        Ok(Some([copied(&lists.counts)?, copied(&lists.indices)?, copied(&lists.none)?]))
+    }
+
+    /// The addresses of lists that may be missing.
+    fn addresses(&self, lists: Option<&[CudaSlice<i32>; 3]>) -> [*const i32; 3] {
+        lists.map_or([std::ptr::null(); 3], |lists| lists.each_ref().map(|list| self.address(list).cast()))
+    }
+
     /// The address of a tensor that may be missing.
     fn address_or_null(&self, memory: Option<&CudaSlice<f32>>) -> *const f32 {
         memory.map_or(std::ptr::null(), |memory| self.address(memory).cast())
@@ -92,6 +108,7 @@ pub(super) struct Forward<'a, T> {
     lse: CudaSlice<f32>,
     offsets: Option<CudaSlice<i32>>,
     slopes: Option<CudaSlice<f32>>,
+    lists: Option<[CudaSlice<i32>; 3]>,
     args: Option<Args>,
 }
 
@@ -99,7 +116,7 @@ impl<'a, T: Float> Forward<'a, T> {
     /// With scratch that all libraries share.
     pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
         let (o, lse, offsets, slopes) = (library.poisoned(1)?, library.poisoned(1)?, None, None);
-        Ok(Self { o, lse, library, workspace, offsets, slopes, args: None })
+        Ok(Self { o, lse, library, workspace, offsets, slopes, lists: None, args: None })
     }
 }
 
@@ -117,6 +134,8 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
         let packing;
         (self.offsets, packing) = library.packing(task.point)?;
         self.slopes = library.slopes(task.point)?;
+        self.lists = library.lists(task.point)?;
+        let [full_block_cnt, full_block_idx, mask_block_cnt] = library.addresses(self.lists.as_ref());
         self.o = library.poisoned(task.o.span())?;
         self.lse = library.poisoned(task.lse.span())?;
         let mut workspace = self.workspace.borrow_mut();
@@ -139,6 +158,9 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
             workspace_bytes,
             packing,
             alibi_slopes: library.address_or_null(self.slopes.as_ref()),
+            full_block_cnt,
+            full_block_idx,
+            mask_block_cnt,
         });
         Ok(())
     }
@@ -164,9 +186,9 @@ pub(super) struct Backward<'a, T> {
 
 /// For one point.
 struct Ready<T> {
-    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes.
+    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes and lists of blocks.
     _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
-    _slopes: Option<CudaSlice<f32>>,
+    _modifiers: (Option<CudaSlice<f32>>, Option<[CudaSlice<i32>; 3]>),
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
     args: BackwardArgs,
@@ -194,7 +216,8 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_bwd", library.name)));
         }
         let (offsets, packing) = library.packing(task.point)?;
-        let slopes = library.slopes(task.point)?;
+        let (slopes, lists) = (library.slopes(task.point)?, library.lists(task.point)?);
+        let [full_block_cnt, full_block_idx, mask_block_cnt] = library.addresses(lists.as_ref());
         let (stream, driver, saved) = (&library.stream, anyhow::Error::from, task.saved()?);
         let o = saved.tensors.first().context("the forward left no O")?;
         let o = stream.clone_htod(o).map_err(driver)?;
@@ -229,6 +252,9 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             workspace_bytes: WORKSPACE_BYTES as u64,
             packing,
             alibi_slopes: library.address_or_null(slopes.as_ref()),
+            full_block_cnt,
+            full_block_idx,
+            mask_block_cnt,
         };
         if let Some(workspace) = library.entry.backward_workspace {
             let mut bytes = 0;
@@ -239,7 +265,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
         let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
         args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
-        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), _slopes: slopes, gradients, args });
+        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), _modifiers: (slopes, lists), gradients, args });
         Ok(())
     }
 

@@ -95,7 +95,7 @@ static void make_forward_problem(hattn_dtype dtype) {
   SET_NUMBERS(p, dtype == HATTN_E4M3 && one_in(16));
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
-  if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F, p.max_logits = (int32_t)one_in(3);
+  if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F, p.max_logits = p.heads_q < 100 && one_in(3);
   if (dtype == HATTN_E4M3) {
     static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};
     p.output = outputs[below(4)];
@@ -208,8 +208,9 @@ static void mark_outputs(pass of) {
   if (of == FORWARD) {
     mark_all(forward_args->o);
     if (forward->lse) mark_all(forward_args->lse);
-    /* An older struct ends before this pointer. */
-    if (forward_args->struct_size >= sizeof(*forward_args)) mark_all(forward_args->amax);
+    /* An older struct ends before these pointers. */
+    if (forward_args->struct_size > offsetof(hattn_forward_args, amax)) mark_all(forward_args->amax);
+    if (forward_args->struct_size > offsetof(hattn_forward_args, max_logits)) mark_all(forward_args->max_logits);
   } else if (of == BACKWARD) {
     mark_all(backward_args->d_q), mark_all(backward_args->d_k), mark_all(backward_args->d_v);
   } else {

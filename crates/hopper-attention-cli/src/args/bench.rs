@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use hopper_attention_benches::{Class, Direction, HeadDims, Order, PointMask, Precision, Sweep};
 
-use super::words::{ArchArg, DeviceArg};
+use super::words::{ArchArg, DeviceArg, parse_density};
 
 #[derive(Debug, Args)]
 pub struct BenchArgs {
@@ -135,6 +135,13 @@ pub struct PointArgs {
     /// Time scores with linear biases (ALiBi), with slopes of 2^(-8 h / heads). Peers that have none are named as such
     #[arg(long)]
     pub alibi: bool,
+    /// Time block-sparse masks in place of --masks: lists of full blocks of 128 queries and 128 keys. DENSITY is 1 or 1/N
+    ///
+    /// The blocks of the diagonal are listed, and one in N of the others, at random. The same lists are for all batch entries and
+    /// heads. Operations are those of the listed blocks. A point is named blocks16 for 1/16. Peers that have no lists are named as
+    /// such.
+    #[arg(long, value_name = "DENSITY", value_delimiter = ',', value_parser = parse_density, conflicts_with = "masks")]
+    pub block_mask: Vec<u32>,
     /// Only points with all these words in their names, such as causal/d64 or s512/f16
     ///
     /// A point has a name such as fwd/bf16/d64/causal/s512/b32/h32/kv32: pass, type, head dim, mask, sequence length, batch,
@@ -180,6 +187,7 @@ impl PointArgs {
             },
             softcap: self.softcap,
             alibi: self.alibi,
+            block_mask: self.block_mask.clone(),
             filters: self.filter.clone(),
         }
     }

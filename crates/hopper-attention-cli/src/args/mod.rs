@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use hopper_attention::Mask;
 use hopper_attention_verify::alibi::Alibi;
+use hopper_attention_verify::blocks::Blocks;
 use hopper_attention_verify::inputs::Class;
 
 use words::{parse_mask, parse_share, parse_softcap};
@@ -113,6 +114,9 @@ pub struct ComputeArgs {
     /// A tensor `sinks` (f32 or bf16 [heads_q]) has the attention sinks: a logit for each query head, which takes part in the
     /// softmax of all its rows and has no value. A tensor `alibi_slopes` (f32 [heads_q] or [batch, heads_q]) has the slopes of
     /// linear biases: see --alibi.
+    ///
+    /// Tensors mask_block_cnt, mask_block_idx and mask_bits, and full_block_cnt and full_block_idx for full blocks, all i32, are the
+    /// lists of a block-sparse mask, beside --mask. docs/hattn.md has their shapes.
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
     /// Also compute the gradients d_q, d_k and d_v
@@ -215,6 +219,10 @@ pub struct FuzzArgs {
     /// [default: drawn, one problem in four has some]
     #[arg(long, value_name = "KIND")]
     pub alibi: Option<Alibi>,
+    /// The lists of blocks of all problems but those of e4m3 operands, packed sequences or used lengths: none, random:PERCENT,
+    /// documents, all, nothing or striped [default: drawn, one problem in four or more has some]
+    #[arg(long, value_name = "KIND")]
+    pub block_mask: Option<Blocks>,
     /// Ask all problems but those of e4m3 operands for the maximum logits [default: drawn, one problem in five has them]
     #[arg(long)]
     pub max_logits: bool,
@@ -225,7 +233,7 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "max_logits", "keep_going", "near", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "block_mask", "max_logits", "keep_going", "near", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]
@@ -291,6 +299,13 @@ pub struct RandomArgs {
     /// Also write alibi_slopes, f32 [heads_q]: 2^(-8 h / heads_q) of head h, from 1 on
     #[arg(long)]
     pub alibi: bool,
+    /// Also write the lists of a block-sparse mask: none, random:PERCENT, documents, all, nothing or striped
+    ///
+    /// random lists so many in a hundred blocks. documents: tokens attend to those of their own document. striped: every second
+    /// block of queries has no block. The seed says whether batch entries and heads have lists of their own, and whether full
+    /// blocks have lists.
+    #[arg(long, value_name = "KIND", default_value_t = Blocks::None, conflicts_with = "packed")]
+    pub block_mask: Blocks,
     /// Class of inputs: normal, peaky, sink, late or nan
     ///
     /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every

@@ -117,6 +117,15 @@ impl FromStr for DeviceArg {
     }
 }
 
+/// `1` or `1/16`: the number below the line.
+pub fn parse_density(text: &str) -> Result<u32, String> {
+    let below = if text == "1" { Some("1") } else { text.strip_prefix("1/") };
+    below
+        .and_then(|number| number.parse().ok())
+        .filter(|&number| number > 0)
+        .ok_or_else(|| "1, or 1/N such as 1/16".into())
+}
+
 /// The masks that options take.
 pub const MASKS: &str =
     "full, causal[:top-left], window:LEFT,RIGHT[:top-left], chunk:KEYS[:top-left], prefix:KEYS[:top-left]";
@@ -184,6 +193,14 @@ fn parse_window(text: &str, corner: Corner) -> Result<Mask, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    #[test]
+    fn densities() {
+        assert_eq!(["1", "1/2", "1/16"].map(parse_density), [Ok(1), Ok(2), Ok(16)]);
+        for wrong in ["", "2", "0.5", "1/0", "1/-2", "1/", "1/99999999999"] {
+            assert!(parse_density(wrong).unwrap_err().starts_with("1, or 1/N"), "{wrong}");
+        }
+    }
+
     #[test]
     fn masks() {
         let top_left = Corner::TopLeft;

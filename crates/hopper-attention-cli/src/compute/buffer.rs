@@ -6,7 +6,7 @@ use hopper_attention::cudarc::driver::CudaSlice;
 use hopper_attention::{Access, Args, Element, Layout, Operand, TensorMut, TensorRef};
 
 use crate::args::FileLayout;
-use crate::layout::strided;
+use crate::layout::{is_in_files_order, strided};
 
 /// A tensor of some type.
 pub trait Buffer {
@@ -37,12 +37,15 @@ pub enum Memory<'a, T> {
 }
 
 impl<'a, T: Element> Memory<'a, T> {
-    /// As an operand, which has the file's order where it has four dimensions.
+    /// As an operand, which has the file's order where it has four dimensions and is no list of blocks.
     pub fn lend(self, args: Args<'a>, operand: &Operand, layout: FileLayout) -> Result<Args<'a>> {
         match *operand.shape() {
             [a] => self.laid_out(args, operand, Layout::contiguous([a])?),
             [a, b] => self.laid_out(args, operand, Layout::contiguous([a, b])?),
             [a, b, c] => self.laid_out(args, operand, Layout::contiguous([a, b, c])?),
+            [a, b, c, d] if !is_in_files_order(operand) => {
+                self.laid_out(args, operand, Layout::contiguous([a, b, c, d])?)
+            }
             [a, b, c, d] => self.laid_out(args, operand, strided(layout, [a, b, c, d])?),
             ref other => bail!("{}: shape {other:?}; allowed: up to four dimensions", operand.slot()),
         }

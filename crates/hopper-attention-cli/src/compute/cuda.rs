@@ -10,6 +10,7 @@ use hopper_attention::{Args, Element, Layout, Operand, Stream, TensorRef};
 
 use super::buffer::{Buffer, Memory};
 use crate::args::FileLayout;
+use crate::blocks::is_list;
 
 /// A host tensor and its copy.
 pub struct OnGpu<'h, T> {
@@ -54,7 +55,11 @@ impl ListOnGpu {
 }
 
 impl Buffer for ListOnGpu {
-    fn lend<'a>(&'a mut self, args: Args<'a>, operand: &Operand, _: FileLayout) -> Result<Args<'a>> {
+    fn lend<'a>(&'a mut self, args: Args<'a>, operand: &Operand, layout: FileLayout) -> Result<Args<'a>> {
+        if is_list(operand.slot()) {
+            // Wrong contents of lists of blocks have a rule. No memory outside of the tensors is used.
+            return Memory::Cuda(&mut self.0).lend(args, operand, layout);
+        }
         let layout = Layout::contiguous([operand.shape().iter().product()])?;
         let list = TensorRef::cuda(self.0.slice(..), layout)?;
         // SAFETY: a request checks its lists (`Request::new`), and nothing writes to this copy.
