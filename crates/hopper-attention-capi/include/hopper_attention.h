@@ -405,7 +405,7 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *cu_seqlens_q;
   // As cu_seqlens_q, for packed K and V.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as
+  // How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 `[batch]`, 0 to its length. Otherwise as
   // cu_seqlens_q.
   const struct hattn_tensor *seqused_q;
   const struct hattn_tensor *seqused_kv;

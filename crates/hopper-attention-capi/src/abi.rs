@@ -391,7 +391,7 @@ pub struct hattn_forward_args {
     pub cu_seqlens_q: *const hattn_tensor,
     /// As cu_seqlens_q, for packed K and V.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 [batch], 0 to its length. Otherwise as
+    /// How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 `[batch]`, 0 to its length. Otherwise as
     /// cu_seqlens_q.
     pub seqused_q: *const hattn_tensor,
     pub seqused_kv: *const hattn_tensor,
