@@ -75,7 +75,7 @@ pub fn garbage_in_scores(mask: Mask, head_dim: usize) -> Vec<Case> {
             // Two seeds have garbage in all of a row, and in one column.
             for seed in [8201, 8202] {
                 let alibi = [Alibi::None, Alibi::Standard, Alibi::Mixed][(i + cases.len() / 2) % 3];
-                let case = Case::new(97, 150, head_dim, mask).heads(2, 6, 2).softcap(cap).alibi(alibi).max_logits(true);
+                let case = Case::new(70, 150, head_dim, mask).heads(2, 4, 2).softcap(cap).alibi(alibi).max_logits(true);
                 cases.push(Case { values: Values::Garbage(input, garbage), seed, ..case });
             }
         }

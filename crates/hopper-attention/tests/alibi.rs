@@ -418,8 +418,8 @@ fn maximum_logits_of_what_is_no_number() {
     }
 }
 
-/// Infinite scores count, and those that overflow are infinite: with a cap they are it. Products that are infinite with both signs, or
-/// 0 times infinity, are NaN, and do not count.
+/// Infinite scores count, and those that overflow are infinite: with a cap they are it. Scores of products that are infinite with
+/// both signs, or 0 times infinity, are NaN, and do not count.
 #[test]
 fn maximum_logits_of_infinite_scores() {
     let (inf, max) = (f32::INFINITY, f32::MAX);

@@ -140,7 +140,8 @@ fn maximum_logits_of_empty_sequences() {
     assert!(taken > 0);
 }
 
-/// Scores that are infinite or overflow count, and NaN does not. A sum that overflows in one order alone may be any of what it may be.
+/// Scores that are infinite or overflow count, and NaN does not. Where a sum overflows in one order alone, what each order gives
+/// is right.
 #[test]
 fn maximum_logits_of_garbage() {
     let Some(gpu) = Gpu::open("maximum_logits_of_garbage") else { return };

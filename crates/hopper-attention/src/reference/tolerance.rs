@@ -133,7 +133,8 @@
 //! terms are.
 //!
 //! Where products are so large that their sum may overflow f32 on its way, a score depends on the order of the sum. Let `P` be the
-//! sum of the positive products of a pair and `N` that of the negative ones, times `max(1, scale)`. From 2^127 on a sum may overflow.
+//! sum of the positive products of a pair and `N` that of the negative ones, times `max(1, scale)`. From 2^127 on a sum may
+//! overflow.
 //!
 //! ```text
 //! P, N finite             the score, if f32 has it; also inf if P may overflow; also -inf if N may; also NaN if both may
@@ -413,8 +414,8 @@ impl Expected {
         &self.oracle
     }
 
-    /// Takes other maximum logits for the right ones. That is for inputs of a run that hold garbage which Q, K and V here have NaN in
-    /// place of: results of rows with a part in it are not judged, but a maximum logit is one of all rows.
+    /// Takes other maximum logits for the right ones. A run may read garbage where Q, K and V have NaN here. Then results of rows
+    /// with a part in it are not judged. But a maximum logit is one of all rows.
     ///
     /// # Panics
     /// If they are not as many as before.
