@@ -160,19 +160,15 @@ def attention(
                 raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
-            varlen = _varlen.attention_varlen
-            if alibi_slopes is not None or return_max_logits:
-                varlen = _biased.attention_varlen
-                more.update(alibi_slopes=alibi_slopes, return_max_logits=return_max_logits)
-            return _varlen.nested(q, k, v, return_lse, varlen, scale=scale, **more, **mask)
+            attend = _biased.biased(alibi_slopes, return_max_logits)
+            return _varlen.nested(q, k, v, return_lse, scale=scale, attend=attend, **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
         if attn_mask is not None or block_mask is not None:
             rest = (softcap, alibi_slopes, return_max_logits)
             return _blocks.attention_blocks(q, k, v, block_mask, attn_mask, s_aux, *numbers, *rest)
-        if alibi_slopes is not None or return_max_logits:
-            return _biased.attention_biased(q, k, v, s_aux, *numbers, softcap, alibi_slopes, return_max_logits)
-        if softcap:
-            return _varlen.attention_modified(q, k, v, s_aux, *numbers, softcap)
+        attend = _biased.biased(alibi_slopes, return_max_logits)
+        if softcap or attend:
+            return _varlen.attention_modified(q, k, v, s_aux, *numbers, softcap, attend)
         if s_aux is not None:
             return _sinks.attention_sinks(q, k, v, s_aux, *numbers)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
@@ -297,12 +293,7 @@ def attention_varlen(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
-        given: dict = {}
-        varlen = _varlen.attention_varlen
-        if alibi_slopes is not None or return_max_logits:
-            varlen = _biased.attention_varlen
-            given = {"alibi_slopes": alibi_slopes, "return_max_logits": return_max_logits}
-        return varlen(
+        return _varlen.attention_varlen(
             q,
             k,
             v,
@@ -322,7 +313,7 @@ def attention_varlen(
             sm_margin,
             s_aux,
             softcap,
-            **given,
+            _biased.biased(alibi_slopes, return_max_logits),
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")

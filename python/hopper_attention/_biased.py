@@ -11,10 +11,9 @@ from typing import Any, Optional
 import torch
 
 from . import abi
-from ._plans import Window, softcap_of
 from ._sinks import operand
-from ._torch import _autocast, _check, _library, _numbers_of, call, is_recorded
-from ._varlen import _ARGUMENTS, _empty, _gradients_of, _Run, arguments
+from ._torch import _library, call, is_recorded
+from ._varlen import _ARGUMENTS, _empty, _gradients_of, _Run
 
 
 def slopes_of(alibi_slopes: Any, device: torch.device) -> Optional[torch.Tensor]:
@@ -33,8 +32,15 @@ def slopes_of(alibi_slopes: Any, device: torch.device) -> Optional[torch.Tensor]
     return alibi_slopes.to(device=device, dtype=torch.float32).contiguous()
 
 
-def biased(
-    q: Any, k: Any, v: Any, s_aux: Any, alibi_slopes: Any, rest: tuple, return_lse: bool, return_max_logits: bool
+def biased(alibi_slopes: Any, return_max_logits: bool) -> Any:
+    """What `attention_modified` and `attention_varlen` call with these two, or None where there is neither."""
+    if alibi_slopes is None and not return_max_logits:
+        return None
+    return _attend, alibi_slopes, return_max_logits
+
+
+def _attend(
+    q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool, alibi_slopes: Any, return_max_logits: bool
 ) -> Any:
     """Calls the operator. `rest` are its arguments after the tensors, but the last one."""
     sinks = None if s_aux is None else operand(s_aux, q.device)
@@ -47,59 +53,6 @@ def biased(
     o, lse, max_logits = call(forward, recorded, *tensors, *rest, return_max_logits)
     made = (o, *([lse] if return_lse else []), *([max_logits] if return_max_logits else []))
     return made if len(made) > 1 else o
-
-
-def attention_biased(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    s_aux: Optional[torch.Tensor],
-    causal: bool,
-    window: Window,
-    top_left: bool,
-    scale: Optional[float],
-    return_lse: bool,
-    sm_margin: int,
-    softcap: Optional[float],
-    alibi_slopes: Optional[torch.Tensor],
-    return_max_logits: bool,
-) -> Any:
-    """attention() with ALiBi or the maximum logits, and maybe a softcap and sinks."""
-    _check(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
-    rest = (None, None, None, None, 0, 0, False, False, *numbers, softcap_of(softcap))
-    return biased(q, k, v, s_aux, alibi_slopes, rest, return_lse, return_max_logits)
-
-
-def attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: Optional[torch.Tensor],
-    cu_seqlens_kv: Optional[torch.Tensor] = None,
-    causal: bool = False,
-    window: Window = None,
-    top_left: bool = False,
-    scale: Optional[float] = None,
-    return_lse: bool = False,
-    seqused_q: Optional[torch.Tensor] = None,
-    seqused_kv: Optional[torch.Tensor] = None,
-    max_seqlen_q: Optional[int] = None,
-    max_seqlen_kv: Optional[int] = None,
-    deterministic: bool = False,
-    fill_gaps: bool = True,
-    sm_margin: int = 0,
-    s_aux: Optional[torch.Tensor] = None,
-    softcap: Optional[float] = None,
-    alibi_slopes: Optional[torch.Tensor] = None,
-    return_max_logits: bool = False,
-) -> Any:
-    """See hopper_attention.attention_varlen."""
-    lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
-    mask = (causal, window, top_left)
-    q, k, v, rest = arguments(q, k, v, lists, *mask, scale, longest, deterministic, fill_gaps, sm_margin, softcap)
-    return biased(q, k, v, s_aux, alibi_slopes, rest, return_lse, return_max_logits)
 
 
 def _all(given: tuple) -> tuple:
@@ -201,4 +154,4 @@ torch.library.register_autograd("hopper_attention::biased_forward", _gradients, 
 torch.library.register_autograd("hopper_attention::biased_backward", _second, lib=_library)
 
 
-__all__ = ["attention_biased", "attention_varlen", "slopes_of"]
+__all__ = ["biased", "slopes_of"]

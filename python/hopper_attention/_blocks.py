@@ -139,7 +139,7 @@ def _packed(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def lists_of_mask(mask: torch.Tensor) -> BlockLists:
-    """The lists of booleans [B, H, seqlen_q, seqlen_kv]. Nothing waits for a GPU: there is room for all blocks."""
+    """The lists of booleans [B, H, seqlen_q, seqlen_kv]. Nothing waits for a GPU: the lists are as long as those of all blocks."""
     batch, heads, rows, columns = mask.shape
     q_blocks, k_blocks = blocks(rows), blocks(columns)
     at_a_time = max(1, _PAIRS_AT_A_TIME // max(1, batch * heads * BLOCK * k_blocks * BLOCK))

@@ -86,12 +86,14 @@ def attention_varlen(
     sm_margin: int = 0,
     s_aux: Optional[torch.Tensor] = None,
     softcap: Optional[float] = None,
+    attend: Optional[tuple] = None,
 ) -> Any:
-    """See hopper_attention.attention_varlen."""
+    """See hopper_attention.attention_varlen. `attend` is what computes it in place of `_modified`: _biased.biased."""
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     q, k, v, rest = arguments(q, k, v, lists, *mask, scale, longest, deterministic, fill_gaps, sm_margin, softcap)
-    return _modified(q, k, v, s_aux, rest, return_lse)
+    compute, *more = attend or (_modified,)
+    return compute(q, k, v, s_aux, rest, return_lse, *more)
 
 
 def _modified(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
@@ -124,13 +126,18 @@ def attention_modified(
     return_lse: bool,
     sm_margin: int,
     softcap: Optional[float],
+    attend: Optional[tuple] = None,
 ) -> Any:
-    """attention() with a softcap, and maybe sinks. Its operators are those of packed sequences, without offsets."""
+    """attention() with a softcap, and maybe sinks. Its operators are those of packed sequences, without offsets.
+
+    `attend` is as in `attention_varlen`.
+    """
     _check(q, k, v)
     q, k, v = _autocast(q, k, v)
     numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
     rest = (None, None, None, None, 0, 0, False, False, *numbers, softcap_of(softcap))
-    return _modified(q, k, v, s_aux, rest, return_lse)
+    compute, *more = attend or (_modified,)
+    return compute(q, k, v, s_aux, rest, return_lse, *more)
 
 
 def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
@@ -292,10 +299,10 @@ def _gradients_of(
 # -- nested tensors
 
 
-def nested(q: Any, k: Any, v: Any, return_lse: bool, varlen: Any, **options: Any) -> Any:
+def nested(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
     """attention() of nested tensors of the layout torch.jagged, [batch, seqlen, heads, head_dim] with seqlen ragged.
 
-    `varlen` computes it: `attention_varlen` here or in _biased.py.
+    `options` are those of `attention_varlen`.
     """
     rows, lengths = [], {}
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -312,7 +319,7 @@ def nested(q: Any, k: Any, v: Any, return_lse: bool, varlen: Any, **options: Any
         raise ValueError("v: other offsets than those of k; allowed: the same, as nested tensors that share them have")
     for side, t in (("q", q), ("kv", k)):
         lengths[f"cu_seqlens_{side}"], lengths[f"seqused_{side}"] = t.offsets(), t.lengths()
-    made = varlen(*rows, return_lse=return_lse, **lengths, **options)
+    made = attention_varlen(*rows, return_lse=return_lse, **lengths, **options)
     if not isinstance(made, tuple):
         return _jagged(made, q)
     o, *others = made

@@ -180,6 +180,13 @@ impl Runner {
         }
     }
 
+    /// The same of one row, to the end: fails if one of the cases does.
+    pub fn all_on_cpu<P: Ready>(what: &str, cases: &[Case]) {
+        let mut runner = Self::new([what]);
+        runner.take_cpu::<P>(0, cases);
+        runner.finish();
+    }
+
     /// Adds all rows up in the only row of another runner.
     pub fn pour_into(self, other: &mut Self) {
         let sum = &mut other.rows[0];

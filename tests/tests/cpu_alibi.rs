@@ -18,24 +18,18 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(43).collect()
 }
 
-fn take<P: Ready>(what: &str, cases: &[Case]) {
-    let mut runner = Runner::new([what]);
-    runner.take_cpu::<P>(0, cases);
-    runner.finish();
-}
-
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take::<Prepared<f32>>("cpu f32", &some(0));
-    take::<Prepared<bf16>>("cpu bf16", &some(1));
-    take::<Prepared<f16>>("cpu f16", &some(2));
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(1));
+    Runner::all_on_cpu::<Prepared<f16>>("cpu f16", &some(2));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
-    take::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
-    take::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
+    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
+    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
+    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
 }
 
 /// What `hattn fuzz` draws.
@@ -50,10 +44,10 @@ fn random_cases_keep_the_tolerance() {
     });
     let drawn = drawn.filter(|case| !case.alibi.is_none() || case.max_logits);
     let drawn: Vec<_> = drawn.take(Grid::from_env().pick(15, 30)).collect();
-    take::<Prepared<bf16>>("cpu bf16", &drawn);
-    take::<Prepared<f32>>("cpu f32", &drawn);
-    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
-    take::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &drawn);
+    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
 }
 
 /// Results with other slopes fail, in O, in the LSE and in the gradients.
@@ -144,9 +138,9 @@ fn wrong_maximum_logits_are_noticed() {
 #[test]
 fn maximum_logits_of_garbage() {
     let cases = garbage_in_scores(Mask::causal(), 24);
-    take::<Prepared<f32>>("cpu f32", &cases);
-    take::<Prepared<bf16>>("cpu bf16", &cases);
-    take::<Prepared<f16>>("cpu f16", &cases);
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &cases);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &cases);
+    Runner::all_on_cpu::<Prepared<f16>>("cpu f16", &cases);
     // Of infinite garbage all is known: no order of a sum makes another score of it. And f16 has no numbers whose sums overflow.
     let known = |case: &&Case| matches!(case.values, Values::Garbage(_, Garbage::Infinity | Garbage::MinusInfinity));
     let noticed: usize = cases.iter().filter(known).map(left_out::<bf16>).sum();
@@ -181,8 +175,8 @@ fn left_out<T: Poison>(case: &Case) -> usize {
 #[test]
 fn maximum_logits_of_empty_sequences() {
     let cases = empty_sequences(24);
-    take::<Prepared<bf16>>("cpu bf16", &cases);
-    take::<Prepared<f32>>("cpu f32", &cases);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &cases);
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &cases);
     for case in cases {
         let prepared = Prepared::<bf16>::of(&case);
         let max_logits = prepared.on_cpu().unwrap().max_logits.expect("maximum logits").values();

@@ -6,29 +6,23 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, BlocksImage, cases, spoil};
 use hopper_attention_tests::case::random;
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner};
+use hopper_attention_tests::runner::{Prepared, Runner};
 
 /// Every 17th case, from this one on. The oracle takes too long for all cases here. The kernels' tests take them.
 fn some(first: usize) -> Vec<Case> {
     cases(Grid::from_env()).into_iter().skip(first).step_by(17).collect()
 }
 
-fn take<P: Ready>(what: &str, cases: &[Case]) {
-    let mut runner = Runner::new([what]);
-    runner.take_cpu::<P>(0, cases);
-    runner.finish();
-}
-
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take::<Prepared<f32>>("cpu f32", &some(0));
-    take::<Prepared<bf16>>("cpu bf16", &some(5));
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(5));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take::<backward::Prepared<f32>>("cpu f32 backward", &some(9));
-    take::<backward::Prepared<f16>>("cpu f16 backward", &some(13));
+    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(9));
+    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(13));
 }
 
 /// What `hattn fuzz` draws has lists.
@@ -43,8 +37,8 @@ fn random_cases_keep_the_tolerance() {
             random::listed(case, blocks)
         })
         .collect();
-    take::<Prepared<bf16>>("cpu bf16", &drawn);
-    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
+    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
 }
 
 /// A way to read lists wrong, by the name of what is wrong.

@@ -6,7 +6,7 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random;
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner, Verdict};
+use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
 use hopper_attention_tests::sinks::{MISTAKES, Sinks, SinksImage, cases, packed_cases};
 use rayon::prelude::*;
 
@@ -17,22 +17,16 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(23).collect()
 }
 
-fn take<P: Ready>(what: &str, cases: &[Case]) {
-    let mut runner = Runner::new([what]);
-    runner.take_cpu::<P>(0, cases);
-    runner.finish();
-}
-
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take::<Prepared<f32>>("cpu f32", &some(0));
-    take::<Prepared<bf16>>("cpu bf16", &some(1));
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(1));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take::<backward::Prepared<f32>>("cpu f32 backward", &some(2));
-    take::<backward::Prepared<f16>>("cpu f16 backward", &some(3));
+    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(2));
+    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(3));
 }
 
 #[test]
@@ -107,6 +101,6 @@ fn random_cases_keep_the_tolerance() {
             Case { sinks, ..random::packed(case, packing) }
         })
         .collect();
-    take::<Prepared<bf16>>("cpu bf16", &drawn);
-    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
+    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
 }

@@ -5,7 +5,7 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random::{self, CAPS};
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Ready, Runner};
+use hopper_attention_tests::runner::{Prepared, Runner};
 use hopper_attention_tests::softcap::{Mistake, cases, computed, packed_cases};
 
 /// Every 23rd case, from this one on: 23 divides none of the numbers of sizes, masks and caps, so that these have all of them.
@@ -15,24 +15,18 @@ fn some(first: usize) -> Vec<Case> {
     [cases(grid), packed_cases(grid)].concat().into_iter().skip(first).step_by(23).collect()
 }
 
-fn take<P: Ready>(what: &str, cases: &[Case]) {
-    let mut runner = Runner::new([what]);
-    runner.take_cpu::<P>(0, cases);
-    runner.finish();
-}
-
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    take::<Prepared<f32>>("cpu f32", &some(0));
-    take::<Prepared<bf16>>("cpu bf16", &some(1));
-    take::<Prepared<f16>>("cpu f16", &some(2));
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(1));
+    Runner::all_on_cpu::<Prepared<f16>>("cpu f16", &some(2));
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    take::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
-    take::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
-    take::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
+    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
+    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
+    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
 }
 
 /// What `hattn fuzz` draws has all caps.
@@ -46,10 +40,10 @@ fn random_cases_keep_the_tolerance() {
         random::capped(Case { sinks, ..random::packed(case, packing) }, softcap)
     });
     let drawn: Vec<_> = drawn.filter(|case| case.softcap != 0.0).take(Grid::from_env().pick(15, 30)).collect();
-    take::<Prepared<bf16>>("cpu bf16", &drawn);
-    take::<Prepared<f32>>("cpu f32", &drawn);
-    take::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
-    take::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
+    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &drawn);
+    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
+    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
 }
 
 /// A computation without the cap, with a cap after the mask, with another cap or without the derivative fails, and the right one

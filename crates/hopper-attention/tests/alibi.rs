@@ -3,34 +3,13 @@
 
 use hopper_attention::reference::{self, BackwardExpected, Expected, Modifiers, Tensor};
 use hopper_attention::{
-    AlibiSlopes, Args, BackwardProblem, Corner, DType, Device, Dims, Element, Float, ForwardProblem,
-    ForwardProblemBuilder, Layout, Lengths, Mask, OutputOf, SequenceOffsets, Slot, Stream, TensorMut, TensorRef,
-    Workspace, bf16, f16,
+    AlibiSlopes, Args, BackwardProblem, Corner, DType, Device, Dims, Float, ForwardProblem, ForwardProblemBuilder,
+    Lengths, Mask, OutputOf, SequenceOffsets, Slot, Stream, bf16, f16,
 };
 
 mod common;
 
-use common::{DIMS, values};
-
-fn of<T: Element, const R: usize>(data: &[T], shape: [usize; R]) -> TensorRef<'_, T, R> {
-    TensorRef::host(data, Layout::contiguous(shape).unwrap()).unwrap()
-}
-
-fn into<T: Element, const R: usize>(data: &mut [T], shape: [usize; R]) -> TensorMut<'_, T, R> {
-    TensorMut::host(data, Layout::contiguous(shape).unwrap()).unwrap()
-}
-
-fn wide<T: Element>(data: &[T], shape: [usize; 4]) -> Tensor {
-    Tensor::from_strided(data, &Layout::contiguous(shape).unwrap())
-}
-
-fn widened(data: &[f32]) -> Vec<f64> {
-    data.iter().map(|&x| f64::from(x)).collect()
-}
-
-fn workspace() -> Workspace<'static> {
-    Workspace::alloc(&Stream::Cpu, 0).unwrap()
-}
+use common::{DIMS, into, of, values, wide, widened, workspace};
 
 /// The slopes that models use: 2^(-8 h / heads), h from 1 on.
 fn standard(heads: usize) -> Vec<f32> {

@@ -8,7 +8,7 @@ use hopper_attention::{
 
 mod common;
 
-use common::{dense, values};
+use common::{dense, values, widened};
 
 /// Lists of a problem, as a run takes them.
 #[derive(Clone, Debug)]
@@ -110,10 +110,6 @@ fn tensor<T: Element>(data: &[T], shape: [usize; 4]) -> Tensor {
     Tensor::from_strided(data, &dense(shape))
 }
 
-fn wide(values: &[f32]) -> Vec<f64> {
-    values.iter().map(|&x| f64::from(x)).collect()
-}
-
 impl<T: Float> Run<T> {
     fn new(
         problem: &ForwardProblem,
@@ -171,7 +167,7 @@ impl<T: Float> Run<T> {
         let [q, k, v] = &self.inputs();
         let (problem, forward) = (&self.problem, self.problem.forward());
         let expected = Expected::with(forward, &Lengths::default(), [q, k, v], modifiers, 1.0, None).unwrap();
-        let report = expected.check(&tensor(&self.o, forward.o_shape()), Some(&wide(&self.lse))).unwrap();
+        let report = expected.check(&tensor(&self.o, forward.o_shape()), Some(&widened(&self.lse))).unwrap();
         assert!(report.passed(), "{forward}: {report}");
         let d_o = &tensor(&self.d_o, forward.o_shape());
         let inputs = [q, k, v, d_o];

@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use hopper_attention::{
     BackwardArgs, BackwardProblem, DType, Descale, Device, Dims, E4M3, Error, ForwardArgs, ForwardProblem, Mask,
-    QuantizeArgs, Quantizer, Result, Scaling, Stream, TensorMut, TensorRef, Workspace,
+    QuantizeArgs, Quantizer, Result, Scaling, Stream, TensorMut, TensorRef,
 };
 
 mod common;
 
-use common::{dense, values};
+use common::{dense, values, workspace};
 
 /// An allocation of fewer bytes is always given: the bookkeeping of threads, and the texts of errors.
 const SMALL: usize = 2048;
@@ -84,10 +84,6 @@ fn grow<O: Clone + PartialEq>(outputs: &O, run: impl Fn(&mut O) -> Result<()>) -
 }
 
 const DIMS: Dims = Dims::new(2, 70, 2, 16).with_seqlen_kv(300).with_heads_kv(1).with_head_dim_vo(24);
-
-fn workspace() -> Workspace<'static> {
-    Workspace::alloc(&Stream::Cpu, 0).unwrap()
-}
 
 fn forward(dims: Dims) -> usize {
     let problem = ForwardProblem::builder(DType::F32, dims).mask(Mask::causal()).lse(true).build().unwrap();

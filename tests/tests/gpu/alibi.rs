@@ -1,13 +1,13 @@
 //! ALiBi and maximum logits on a GPU: every row, dense and packed, both passes, long distances, garbage under the mask, outputs that
 //! no query writes.
 
-use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Corner, DType, Device, Error, KernelInfo, Mask, MaskClass};
+use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Corner, DType, Device, KernelInfo, Mask, MaskClass};
 use hopper_attention_tests::alibi::{Alibi, cases, empty_sequences, garbage_in_scores, packed_cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::problems::{Case, Grid};
 
-use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
+use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, planned_or_named, take};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
@@ -155,21 +155,7 @@ fn maximum_logits_of_garbage() {
 #[test]
 fn a_biased_problem_has_a_plan_or_a_name() {
     let Some(gpu) = Gpu::open("a_biased_problem_has_a_plan_or_a_name") else { return };
-    let device = Device::Cuda(gpu.device.clone());
-    let mut planned = 0;
-    for case in cases(Grid::Full) {
-        for dtype in [DType::BF16, DType::F16] {
-            let problem = case.problem(dtype);
-            problem.plan(&device).unwrap_or_else(|error| panic!("{problem}: {error}"));
-            let problem = BackwardProblem::builder(&problem).build().unwrap();
-            match problem.plan(&device) {
-                Ok(_) => planned += 1,
-                Err(Error::Unsupported { wanted, .. }) => assert!(wanted.contains("backward"), "{problem}: {wanted}"),
-                Err(error) => panic!("{problem}: {error}"),
-            }
-        }
-    }
-    assert!(planned > 0);
+    planned_or_named(&gpu, &cases(Grid::Full));
 }
 
 /// The sm80 backward has registers for one of softcap and ALiBi.

@@ -1,7 +1,8 @@
 //! Cases of both 16-bit types through rows of either pass: what the tests of score modifiers share.
 
 use hopper_attention::{
-    BackwardProblem, DType, Dims, ForwardProblem, ForwardProblemBuilder, KernelInfo, MaskClass, Workspace, bf16, f16,
+    BackwardProblem, DType, Device, Dims, Error, ForwardProblem, ForwardProblemBuilder, KernelInfo, MaskClass,
+    Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward;
 use hopper_attention_tests::data::Poison;
@@ -82,4 +83,23 @@ pub(crate) fn judged_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Cas
     let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
     let report = prepared.judge(&outputs);
     assert!(report.passed(), "{row}, {case}: {report}");
+}
+
+/// The library's own choice takes each case in both types, or says by name what the backward lacks.
+pub(crate) fn planned_or_named(gpu: &Gpu, cases: &[Case]) {
+    let device = Device::Cuda(gpu.device.clone());
+    let mut planned = 0;
+    for case in cases {
+        for dtype in [DType::BF16, DType::F16] {
+            let problem = case.problem(dtype);
+            problem.plan(&device).unwrap_or_else(|error| panic!("{problem}: {error}"));
+            let problem = BackwardProblem::builder(&problem).build().unwrap();
+            match problem.plan(&device) {
+                Ok(_) => planned += 1,
+                Err(Error::Unsupported { wanted, .. }) => assert!(wanted.contains("backward"), "{problem}: {wanted}"),
+                Err(error) => panic!("{problem}: {error}"),
+            }
+        }
+    }
+    assert!(planned > 0);
 }

@@ -1,13 +1,13 @@
 //! Capped scores on a GPU: every row, dense and packed, both passes, and garbage under masks.
 
-use hopper_attention::{BackwardProblem, DType, Device, Error, KernelInfo, MaskClass};
+use hopper_attention::{KernelInfo, MaskClass};
 use hopper_attention_tests::case::random::CAPS;
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::softcap::{cases, packed_cases};
 
-use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
+use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, planned_or_named, take};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
@@ -72,19 +72,5 @@ fn hidden(row: &KernelInfo) -> impl Iterator<Item = Case> + use<> {
 #[test]
 fn a_capped_problem_has_a_plan_or_a_name() {
     let Some(gpu) = Gpu::open("a_capped_problem_has_a_plan_or_a_name") else { return };
-    let device = Device::Cuda(gpu.device.clone());
-    let mut planned = 0;
-    for case in cases(Grid::Full) {
-        for dtype in [DType::BF16, DType::F16] {
-            let problem = case.problem(dtype);
-            problem.plan(&device).unwrap_or_else(|error| panic!("{problem}: {error}"));
-            let problem = BackwardProblem::builder(&problem).build().unwrap();
-            match problem.plan(&device) {
-                Ok(_) => planned += 1,
-                Err(Error::Unsupported { wanted, .. }) => assert!(wanted.contains("backward"), "{problem}: {wanted}"),
-                Err(error) => panic!("{problem}: {error}"),
-            }
-        }
-    }
-    assert!(planned > 0);
+    planned_or_named(&gpu, &cases(Grid::Full));
 }

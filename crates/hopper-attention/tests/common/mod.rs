@@ -2,7 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-use hopper_attention::{Corner, Dims, Element, Layout, Mask};
+use hopper_attention::reference::Tensor;
+use hopper_attention::{Corner, Dims, Element, Layout, Mask, Stream, TensorMut, TensorRef, Workspace};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
@@ -23,6 +24,30 @@ pub fn values<T: Element>(count: usize, seed: u32) -> Vec<T> {
 /// Row-major without gaps.
 pub fn dense<const R: usize>(shape: [usize; R]) -> Layout<R> {
     Layout::contiguous(shape).unwrap()
+}
+
+/// A tensor in host memory to read, row-major without gaps.
+pub fn of<T: Element, const R: usize>(data: &[T], shape: [usize; R]) -> TensorRef<'_, T, R> {
+    TensorRef::host(data, dense(shape)).unwrap()
+}
+
+/// The same to write.
+pub fn into<T: Element, const R: usize>(data: &mut [T], shape: [usize; R]) -> TensorMut<'_, T, R> {
+    TensorMut::host(data, dense(shape)).unwrap()
+}
+
+/// The same for the oracle.
+pub fn wide<T: Element>(data: &[T], shape: [usize; 4]) -> Tensor {
+    Tensor::from_strided(data, &dense(shape))
+}
+
+pub fn widened(data: &[f32]) -> Vec<f64> {
+    data.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// The CPU needs none.
+pub fn workspace() -> Workspace<'static> {
+    Workspace::alloc(&Stream::Cpu, 0).unwrap()
 }
 
 /// Strides that put the dimensions in some order and leave gaps after heads and sequences.
