@@ -1,9 +1,7 @@
 """Tests of points with lists of blocks: which blocks are listed, who gets the lists, and what the oracles make of them."""
 
-import contextlib
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import types
@@ -13,10 +11,10 @@ from unittest import mock
 sys.dont_write_bytecode = True
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
-import backward
 import entry
 import flex
 import sweep
+from oracle_case import OracleCase, library
 
 POINT = {"direction": "fwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 16, "causal": False, "seqlen": 300, "batch": 1}
 LISTED = {**POINT, "blocks": 2}
@@ -28,12 +26,6 @@ int hattn_peer_fwd(hattn_peer_fwd_args const* args) {
 }
 char const* hattn_peer_name(void) { return "stub"; }
 """
-
-
-def library(source, folder):
-    out = os.path.join(folder, "out.so")
-    subprocess.run(["cc", "-I", HERE, "-x", "c", "-", "-o", out, "-shared", "-fPIC"], input=source.encode(), check=True)
-    return entry.Library(out)
 
 
 class Peers(unittest.TestCase):
@@ -72,16 +64,8 @@ class Peers(unittest.TestCase):
         self.assertEqual(made, ["torch"])
 
 
-class Oracles(unittest.TestCase):
-    def setUp(self):
-        try:
-            import torch
-        except ImportError as error:
-            self.skipTest(str(error))
-        self.torch = torch
-        torch.manual_seed(1)
-        of = lambda heads: torch.randn(1, 300, heads, 16, dtype=torch.float64, requires_grad=True)
-        self.q, self.k, self.v, self.d_o = of(4), of(2), of(2), of(4).detach()
+class Oracles(OracleCase):
+    SEQLEN = 300
 
     def exact(self, p):
         q, k, v = (x.transpose(1, 2) for x in (self.q, *(x.repeat_interleave(2, 2) for x in (self.k, self.v))))
@@ -96,24 +80,10 @@ class Oracles(unittest.TestCase):
         self.assertEqual(indices[7, : counts[7]].tolist(), [5, 7, 19])
 
     def test_gradients_are_those_of_listed_blocks(self):
-        want = self.torch.autograd.grad(self.exact(LISTED), (self.q, self.k, self.v), self.d_o)
-        with self.torch.no_grad():
-            made = backward.oracle(LISTED, self.q, self.k, self.v, self.d_o, self.torch)
-        for b, kv, heads, d_q, d_k, d_v in made:
-            for mine, exact in ((d_q, want[0][b, :, heads].transpose(0, 1)), (d_k, want[1][b, :, kv]), (d_v, want[2][b, :, kv])):
-                self.torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+        self.gradients_are_exact(LISTED)
 
     def test_flex_attention_computes_them(self):
-        peer = object.__new__(flex.Flex)
-        with contextlib.suppress(ImportError):
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-            peer.torch, peer.block_mask, peer.attend = self.torch, create_block_mask, flex_attention
-            with self.torch.no_grad():
-                peer.prepare(LISTED, *(x.float() for x in (self.q, self.k, self.v)))
-                self.torch.testing.assert_close(peer.call().double(), self.exact(LISTED), rtol=1e-4, atol=1e-5)
-            return
-        self.skipTest("torch has no FlexAttention")
+        self.flex_is_exact([LISTED])
 
 
 if __name__ == "__main__":

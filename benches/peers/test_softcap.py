@@ -1,9 +1,7 @@
 """Tests of points with a cap of the scores: who gets it, who is named as not having one, and what the oracles make of it."""
 
-import contextlib
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import types
@@ -13,10 +11,10 @@ from unittest import mock
 sys.dont_write_bytecode = True
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
-import backward
 import entry
 import flex
 import sweep
+from oracle_case import OracleCase, library
 
 POINT = {"direction": "fwd", "dtype": "bf16", "heads_q": 4, "heads_kv": 2, "head_dim": 16, "causal": True, "seqlen": 12, "batch": 1}
 CAPPED = {**POINT, "softcap": 2}
@@ -28,12 +26,6 @@ CAPS = """
 int hattn_peer_fwd(hattn_peer_fwd_args const* args) { return (int)args->softcap; }
 char const* hattn_peer_name(void) { return "stub"; }
 """
-
-
-def library(source, folder):
-    out = os.path.join(folder, "out.so")
-    subprocess.run(["cc", "-I", HERE, "-x", "c", "-", "-o", out, "-shared", "-fPIC"], input=source.encode(), check=True)
-    return entry.Library(out)
 
 
 class Peers(unittest.TestCase):
@@ -92,16 +84,8 @@ class Peers(unittest.TestCase):
         self.assertEqual([[key for key in range(9) if keeps(0, 0, 1, key)] for keeps in kept], [[0, 1, 2, 3, 4], [2, 3, 4]])
 
 
-class Oracles(unittest.TestCase):
-    def setUp(self):
-        try:
-            import torch
-        except ImportError as error:
-            self.skipTest(str(error))
-        self.torch = torch
-        torch.manual_seed(1)
-        of = lambda heads: torch.randn(1, 12, heads, 16, dtype=torch.float64, requires_grad=True)
-        self.q, self.k, self.v, self.d_o = of(4), of(2), of(2), of(4).detach()
+class Oracles(OracleCase):
+    SEQLEN = 12
 
     def exact(self, p):
         torch = self.torch
@@ -117,26 +101,10 @@ class Oracles(unittest.TestCase):
 
     def test_gradients_are_those_of_capped_scores(self):
         for p in (POINT, CAPPED, BIASED, BOTH):
-            want = self.torch.autograd.grad(self.exact(p), (self.q, self.k, self.v), self.d_o)
-            with self.torch.no_grad():
-                made = backward.oracle(p, self.q, self.k, self.v, self.d_o, self.torch)
-            for b, kv, heads, d_q, d_k, d_v in made:
-                for mine, exact in ((d_q, want[0][b, :, heads].transpose(0, 1)), (d_k, want[1][b, :, kv]), (d_v, want[2][b, :, kv])):
-                    self.torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+            self.gradients_are_exact(p)
 
     def test_flex_attention_computes_them(self):
-        peer = object.__new__(flex.Flex)
-        with contextlib.suppress(ImportError):
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-            peer.torch, peer.block_mask, peer.attend = self.torch, create_block_mask, flex_attention
-            with self.torch.no_grad():
-                qkv = [x.float() for x in (self.q, self.k, self.v)]
-                for p in (CAPPED, BIASED, BOTH):
-                    peer.prepare(p, *qkv)
-                    self.torch.testing.assert_close(peer.call().double(), self.exact(p), rtol=1e-4, atol=1e-5)
-            return
-        self.skipTest("torch has no FlexAttention")
+        self.flex_is_exact((CAPPED, BIASED, BOTH))
 
 
 if __name__ == "__main__":

@@ -15,34 +15,10 @@ try:
 except ImportError as error:
     NO_TORCH = str(error)
 else:
+    from definition import causal_keep, reference
+
     NO_TORCH = None
 NO_GPU = NO_TORCH or (None if torch.cuda.is_available() else "no GPU")
-
-
-def reference(q, k, v, keep, slopes=None, cap=None, sinks=None):
-    """O, the log-sum-exp and the maximum logits by torch's own operations, of [batch, seqlen, heads, head_dim]."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    if slopes is not None:
-        rows, columns = scores.shape[-2:]
-        own = torch.arange(rows, device=q.device) + columns - rows
-        distances = (own[:, None] - torch.arange(columns, device=q.device)).abs()
-        scores = scores - slopes.to(scores.dtype).reshape(-1, q.shape[1], 1, 1) * distances
-    scores = scores.masked_fill(~keep, -torch.inf)
-    max_logits = scores.detach().amax((0, 2, 3))
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, column), -1)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse[..., None].clamp(min=-1e30))[..., : k.shape[2]]
-    return (weights @ v).transpose(1, 2), lse, max_logits
-
-
-def causal_keep(seqlen_q, seqlen_kv, device="cpu"):
-    return torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device).tril(seqlen_kv - seqlen_q)
 
 
 @unittest.skipIf(NO_NUMPY or NO_TORCH, NO_NUMPY or NO_TORCH)

@@ -16,26 +16,10 @@ try:
 except ImportError as error:
     NO_TORCH = str(error)
 else:
+    from definition import causal_keep, reference
+
     NO_TORCH = None
 NO_GPU = NO_TORCH or (None if torch.cuda.is_available() else "no GPU")
-
-
-def reference(q, k, v, keep, cap, sinks=None, scale=None):
-    """O and the log-sum-exp by torch's own operations, of [batch, seqlen, heads, head_dim]. The cap comes before the mask."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = (cap * torch.tanh(scores / cap)).masked_fill(~keep, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, column), -1)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse[..., None].clamp(min=-1e30))[..., : k.shape[2]]
-    return (weights @ v).transpose(1, 2), lse
-
-
-def causal_keep(seqlen_q, seqlen_kv, device="cpu"):
-    return torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device).tril(seqlen_kv - seqlen_q)
 
 
 @unittest.skipIf(NO_NUMPY or NO_TORCH, NO_NUMPY or NO_TORCH)
@@ -48,7 +32,7 @@ class Arrays(unittest.TestCase):
         self.options = {"causal": True, "softcap": 1.5, "scale": 0.75}
 
     def exact(self, leaves, sinks=None):
-        return reference(*leaves, causal_keep(9, 6), 1.5, sinks, 0.75)
+        return reference(*leaves, causal_keep(9, 6), None, 1.5, sinks, 0.75)[:2]
 
     def test_attention_and_gradients(self):
         for sinks in (None, numpy.array([0.0, 1.5, -2.0, 3.0], "float32")):
@@ -117,7 +101,7 @@ class Torch(unittest.TestCase):
                     s_aux = sinks if with_sinks else None
                     options = {"causal": causal, "softcap": cap, "s_aux": s_aux}
                     got = hopper_attention.attention(*qkv, return_lse=True, **options)
-                    want = reference(*qkv, keeps[causal], cap, s_aux)
+                    want = reference(*qkv, keeps[causal], None, cap, s_aux)[:2]
                     alone = hopper_attention.attention(*qkv, **options)
                     self.assertTrue(torch.equal(alone, got[0]))
                     for mine, exact in zip(got, want):
@@ -250,7 +234,7 @@ class Cuda(unittest.TestCase):
                     wide = [t.detach().double().requires_grad_() for t in leaves]
                     keep = causal_keep(200, 300, "cuda") if causal else torch.ones(200, 300, dtype=torch.bool, device="cuda")
                     its = wide[3] if with_sinks else None
-                    want, _ = reference(*wide[:3], keep, cap, its, options["scale"])
+                    want, _, _ = reference(*wide[:3], keep, None, cap, its, options["scale"])
                     d_o = torch.randn_like(o)
                     found = torch.autograd.grad(o, leaves, d_o), torch.autograd.grad(want, wide, d_o.double())
                     for mine, exact in zip((o, *found[0]), (want, *found[1])):
@@ -264,7 +248,7 @@ class Cuda(unittest.TestCase):
         o = hopper_attention.attention_varlen(*rows, offsets, causal=True, softcap=50.0)
         for first, after in ((0, 120), (120, 300)):
             one = [t[None, first:after].double() for t in rows]
-            want, _ = reference(*one, causal_keep(after - first, after - first, "cuda"), 50.0)
+            want, _, _ = reference(*one, causal_keep(after - first, after - first, "cuda"), None, 50.0)
             error = (o[None, first:after].double() - want).norm() / want.norm()
             self.assertLess(error.item(), 0.01)
 
