@@ -284,8 +284,8 @@ def attention_varlen(
     The CPU refuses offsets that decrease or lie outside of the tensors, and used lengths that are longer than their
     sequences (HattnError). A GPU does not look: it clamps them. Then o is wrong, and no other memory is touched.
 
-    On a GPU packed sequences need kernels for Hopper. All else is as in `attention`, the options out, lse_out and
-    stream of arrays included. A second derivative is refused.
+    All else is as in `attention`, the options out, lse_out and stream of arrays included. A second derivative is
+    refused.
 
     - ValueError: the number of dimensions of a tensor does not fit; all four lengths are None; a hint is below 0.
     - TypeError: a tensor has a type that is not taken; an option is not for these tensors.

@@ -20,8 +20,6 @@
 //! - [`flash_attn_sinks`] and [`flash_attn_sinks_varlen`] are there beside candle's functions. Their signatures are
 //!   mistral.rs's.
 //!
-//! On a GPU packed sequences need the kernels for Hopper.
-//!
 //! Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
 //! multiple of `heads_kv`. Masks are bottom-right aligned: with a causal mask, query `i` sees keys up to
 //! `i + seqlen_kv - seqlen_q`.

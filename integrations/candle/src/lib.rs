@@ -33,9 +33,9 @@
 //!
 //! # Gradients
 //!
-//! [`attention`] takes part in candle's autograd, as do the functions with packed sequences and with sinks. If one of Q, K,
-//! V and the sinks is a variable or depends on one, the forward pass keeps the log-sum-exp (LSE) for the backward pass: 4 bytes a query and head. The score matrix is never held in
-//! memory. A gradient of a gradient is refused.
+//! [`attention`] takes part in candle's autograd, as do the other functions but [`attention_with_lse`]. If one of Q, K,
+//! V and the sinks is a variable or depends on one, the forward pass keeps the log-sum-exp (LSE) for the backward pass:
+//! 4 bytes a query and head. The score matrix is never held in memory. A gradient of a gradient is refused.
 //!
 //! # On a GPU
 //!
@@ -220,7 +220,7 @@ fn attend(
 ///
 /// Offsets in host memory are checked. For tensors on a GPU they are copied there, which waits. Offsets on a GPU are not
 /// looked at, and nothing waits: the kernels clamp entries that decrease or are larger than the tensors. Results are then
-/// wrong, and no memory outside of the tensors is used. On a GPU there are kernels for Hopper only.
+/// wrong, and no memory outside of the tensors is used.
 ///
 /// candle's autograd can compute gradients through O.
 ///
