@@ -29,8 +29,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! On a GPU the device is `Device::cuda(0)?`. `TensorRef::cuda` and `TensorMut::cuda` then make the tensors from the GPU's
-//! memory. The README has that program.
+//! On a GPU the device is `Device::cuda(0)?`, or a `CudaDevice`. `TensorRef::cuda` and `TensorMut::cuda` then make the tensors
+//! from the GPU's memory. The README has that program.
 //!
 //! # The main types
 //!
@@ -71,6 +71,10 @@
 //!   `i + seqlen_kv - seqlen_q`. With [`Corner::TopLeft`] it sees keys up to `i`.
 //! - The log-sum-exp (LSE) of a query is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps. It uses
 //!   the natural logarithm and is f32, `[batch, heads_q, seqlen_q]`.
+//! - Options of the problem change the scores: a [`softcap`](ForwardProblemBuilder::softcap), linear biases
+//!   ([`alibi`](ForwardProblemBuilder::alibi)). [`sinks`](ForwardProblemBuilder::sinks) are added to the softmax. The LSE and
+//!   the gradients are then those of the changed scores, and of the softmax with sinks.
+//! - Sequences may be [`packed`](ForwardProblemBuilder::packed) into one tensor. Each attends to its own keys alone.
 //! - A query that keeps no key has output 0 and LSE -inf. It has no part in any gradient. Sequences may be empty.
 //! - A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
 //!   infinity, too.

@@ -17,10 +17,10 @@ impl ForwardProblemBuilder {
     ///
     /// - `offset` is where query 0 stands: `seqlen_kv - seqlen_q` for a mask that is bottom-right and for no mask, so that the
     ///   last query has distance 0 from the last key; 0 for a mask that is top-left. Where sequences are packed or have used
-    ///   lengths, these are the sequence's own.
+    ///   lengths, both lengths are those of the sequence.
     /// - Slopes are f32, of any sign. They are read as they are: a NaN or an infinity does what arithmetic does.
     /// - The softmax scale does not multiply a bias, the softcap does not cap it, and the mask comes after it.
-    /// - The LSE has the whole bias in it. (That of FlashAttention 2 leaves `slope * (i + offset)` out where the mask is
+    /// - The LSE has the whole bias in it. (That of FlashAttention-2 leaves `slope * (i + offset)` out where the mask is
     ///   causal.)
     /// - A backward pass made from this problem reads the slopes, too. It computes no gradient of them.
     /// - e4m3 operands have no ALiBi yet. The sm80 backward has no softcap and ALiBi together.

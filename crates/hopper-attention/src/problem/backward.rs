@@ -81,7 +81,7 @@ impl BackwardProblemBuilder {
     /// Whether the same inputs, plan and device must give the same bits (default: no).
     ///
     /// On an H200, with 512 to 16k tokens, this takes up to 4% more time without a mask and 3 to 11% more with a causal mask
-    /// (`benches/LOG.md`, entry 18). On the CPU results repeat in any case.
+    /// (`benches/log/entries-1-to-18.md`, entry 18). On the CPU results repeat in any case.
     pub fn deterministic(self, wanted: bool) -> Self {
         Self { deterministic: wanted, ..self }
     }

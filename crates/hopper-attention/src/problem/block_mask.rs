@@ -29,8 +29,8 @@ pub const MASK_BLOCK_WORDS: usize = MASK_BLOCK * MASK_BLOCK / 32;
 ///
 /// | operand | shape | what it is |
 /// | --- | --- | --- |
-/// | [`Slot::MaskBlockCnt`] | `[B, H, Qb]` | how many partial blocks there are |
-/// | [`Slot::MaskBlockIdx`] | `[B, H, Qb, Kb]` | which: so many of the last dimension |
+/// | [`Slot::MaskBlockCnt`] | `[B, H, Qb]` | how many partial blocks a block of queries has |
+/// | [`Slot::MaskBlockIdx`] | `[B, H, Qb, Kb]` | which blocks of keys: the first so many entries of the last dimension |
 /// | [`Slot::MaskBits`] | `[B, H, Qb, most_partial * 512]` | their bits, in the order of the list |
 /// | [`Slot::FullBlockCnt`] | `[B, H, Qb]` | as above, of full blocks |
 /// | [`Slot::FullBlockIdx`] | `[B, H, Qb, Kb]` | as above, of full blocks |
@@ -40,8 +40,8 @@ pub const MASK_BLOCK_WORDS: usize = MASK_BLOCK * MASK_BLOCK / 32;
 ///
 /// # Wrong contents
 ///
-/// The lists are memory, which the CPU refuses to use ([`Error::Value`]) and a GPU uses by a rule, if they hold numbers that they
-/// should not. Nothing outside of the tensors is read or written in any case. The rule:
+/// The lists may hold wrong numbers. The CPU then refuses the run ([`Error::Value`]). A GPU uses them by the rule below. Nothing
+/// outside of the tensors is read or written in any case.
 ///
 /// - A count below 0 is 0. A count above `Kb` (full blocks) or `most_partial` (partial blocks) is that number.
 /// - An index that is no block of keys is left out.

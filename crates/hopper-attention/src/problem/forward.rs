@@ -198,10 +198,10 @@ impl ForwardProblemBuilder {
     ///
     /// The tensor cores of a GPU sum FP8 products faster in f16 than in f32. The sums fit f16 where no stored element of Q
     /// or K is larger in magnitude than [`E4M3_HALF_SCORES_MAX`](crate::E4M3_HALF_SCORES_MAX), which is 14. A
-    /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements. (Up to head dim 334 the sums
-    /// fit. Kernels have smaller ones.)
+    /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements. (The sums fit up to head dim
+    /// 334. Kernels have smaller head dims.)
     ///
-    /// Short sequences and few heads have scores in f32 all the same, which is faster there.
+    /// With short sequences or few heads a plan takes scores in f32 all the same, which is faster there.
     ///
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
     /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
@@ -220,7 +220,7 @@ impl ForwardProblemBuilder {
     ///   [`plan`](ForwardProblem::plan): see [`Dims`]);
     /// - `seqlen_q + seqlen_kv` reaches 2^30, or `batch * heads_q` reaches 2^31;
     /// - the softmax scale is not finite and above 0;
-    /// - the [`softcap`](Self::softcap) is not 0, nor finite, above 0 and in its range;
+    /// - the [`softcap`](Self::softcap) is neither 0 nor in its range;
     /// - the mask has chunks of 0 keys;
     /// - an option for e4m3 operands is set for other operands;
     /// - `fill_gaps` or a longest sequence is given for a problem without packed tensors and used lengths;

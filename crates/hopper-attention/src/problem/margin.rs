@@ -18,8 +18,7 @@ impl ForwardProblemBuilder {
     ///
     /// The margin holds for the kernels that a plan names. Small kernels do not follow it: those of a backward pass that make
     /// statistics and convert sums to gradients, the one that makes a table of packed sequences, and those that fill outputs
-    /// where there are no keys, or no sequence. Nor does the
-    /// [`Quantizer`](crate::Quantizer), which takes all multiprocessors.
+    /// where there are no keys, or no sequence. Nor does the [`Quantizer`](crate::Quantizer), which takes all multiprocessors.
     ///
     /// Which multiprocessors stay free, the GPU decides.
     pub fn sm_margin(mut self, multiprocessors: usize) -> Self {

@@ -17,8 +17,8 @@ impl ForwardProblemBuilder {
     /// - A product `q . k` that is infinite gives a score of c or -c. A NaN stays one.
     /// - [`sinks`](Self::sinks) are not capped.
     /// - A backward pass made from this problem multiplies the gradient of a score by `1 - tanh^2`.
-    /// - A cap far above the scores changes little, and costs accuracy: tanh in f32 is off by some 2^-24, so a score by
-    ///   `c * 2^-22` at most.
+    /// - A cap far above the scores changes little, and costs accuracy: tanh in f32 has an error of about 2^-24, so a score has
+    ///   one of `c * 2^-22` at most.
     /// - `softmax_scale / c` and `c * log2(e)` must be normal f32 numbers. e4m3 operands have no cap yet.
     pub fn softcap(mut self, softcap: f32) -> Self {
         self.softcap = softcap;
