@@ -119,8 +119,8 @@ impl KernelInfo {
         self.packs
     }
 
-    /// Whether the kernel takes problems with modified scores: those with a cap
-    /// ([`softcap`](crate::ForwardProblemBuilder::softcap)).
+    /// Whether the kernel takes *modified* problems: those with a [`softcap`](crate::ForwardProblemBuilder::softcap) or
+    /// [`alibi`](crate::ForwardProblemBuilder::alibi), or with [`max_logits`](crate::ForwardProblemBuilder::max_logits).
     pub fn takes_modifiers(&self) -> bool {
         self.modifiers != Modifiers::Never
     }
