@@ -433,15 +433,7 @@ def attention_forward(
         else:
             if (left, right) != (None, None) and right != 0 and q_length != kv_length:
                 _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
-            if not _packs(query.device):
-                q, k, v = map(readable, (q, k, v))
-                return _one_by_one(q, k, v, left, right, scaling, ranges, s_aux, softcap, chunk), None
     return _band(q, k, v, left, right, scaling, packing, s_aux, softcap, chunk), None
-
-
-def _packs(device: torch.device) -> bool:
-    """Whether a device computes packed sequences. Kernels for Hopper alone do."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _band(
@@ -473,30 +465,6 @@ def _band(
     rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))
     o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, softcap=softcap, **mask, **packing)
     return o.view(*q.shape[:3], o.shape[-1])
-
-
-def _one_by_one(
-    q: Any,
-    k: Any,
-    v: Any,
-    left: Any,
-    right: Any,
-    scaling: Any,
-    ranges: List[Tuple[int, int]],
-    s_aux: Optional[torch.Tensor] = None,
-    softcap: Optional[float] = None,
-    chunk: Optional[int] = None,
-) -> torch.Tensor:
-    """Each sequence by itself, without its padding. Rows of padding give 0."""
-    q_length, kv_length = q.shape[1], k.shape[1]
-    banded = left is not None or right is not None
-    rows = []
-    for one_q, one_k, one_v, (first, after) in zip(q.split(1), k.split(1), v.split(1), ranges):
-        begin, end = _queries(first, after, banded, q_length, kv_length)
-        rows_of = (one_q[:, begin:end], one_k[:, first:after], one_v[:, first:after])
-        o = _band(*rows_of, left, right, scaling, None, s_aux, softcap, chunk)
-        rows.append(torch.nn.functional.pad(o, (0, 0, 0, 0, begin, q_length - end)))
-    return torch.cat(rows)
 
 
 def register(name: str) -> None:

@@ -1,5 +1,5 @@
 //! The C ABI of `hopper-attention`. C and C++ programs include `hopper_attention.h`, which cbindgen makes of this crate.
-//! `docs/cpp.md` in the repository says how to link.
+//! `docs/c.md` in the repository says how to link.
 //!
 //! Each function reads its arguments, calls the safe crate, and turns the result into a status and a text. The safe crate
 //! makes all checks. A panic becomes a status too.
