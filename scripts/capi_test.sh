@@ -98,7 +98,10 @@ licences() {
     grep -q "^==== $name" "$file" || { echo "no '$name' in $file" && return 1; }
   done
 }
-archive() { (cd "$build" && cpack -G TGZ -B "$work/packages" && tar tzf "$work"/packages/*.tar.gz | grep 'lib/libhopper_attention.so.1$'); }
+archive() {
+  (cd "$build" && cpack -G TGZ -B "$work/packages" && tar tzf "$work"/packages/*.tar.gz | grep 'lib/libhopper_attention.so.1$') &&
+    rm -r "$work/packages"
+}
 
 # -- what the libraries are
 
@@ -357,6 +360,8 @@ check "ctest: C and C++ tests, static, address and undefined-behaviour sanitizer
   "${tests[@]}" -DCMAKE_BUILD_TYPE=Debug -DHATTN_TEST_LINK=static "-DHATTN_TEST_SANITIZE=address,undefined" -DHATTN_TEST_FUZZ_SECONDS=5
 # What the random calls were: their seed (HATTN_FUZZ_SEED sets another one) and their number.
 grep -h '^fuzz: ' "$consumers"/tests-*/build/Testing/Temporary/LastTest.log
+# Each of these programs holds all kernels: together they are more than a gigabyte.
+find "$consumers/tests-sanitized" -type f -perm -u+x -size +10M -delete
 # Too old a C++: the targets must ask for C++17.
 check "find_package, shared: examples/cpp" project cpp-shared examples/cpp -DCMAKE_CXX_STANDARD=14
 check "it uses the shared library" linked cpp-shared/build/attention
