@@ -324,7 +324,7 @@ fn wrong_numbers_are_refused_by_name() {
     assert_eq!(spans(&[&[], &[[0, 3], [4, 2]]]), format!("spans: 4 to 2, span 1 of batch entry 1; {allowed}"));
     assert_eq!(spans(&[&[[-1, 2]]]), format!("spans: -1 to 2, span 0 of batch entry 0; {allowed}"));
     assert_eq!(spans(&[&[[0, 21]]]), format!("spans: 0 to 21, span 0 of batch entry 0; {allowed}"));
-    assert_eq!(spans(&[&[]; 3]), "spans: shape [3], expected [2] [batch]");
+    assert_eq!(spans(&[&[][..]; 3]), "spans: shape [3], expected [2] [batch]");
     for mask in [Mask::chunked(0), Mask::Full] {
         let within = if mask == Mask::Full { Mask::chunked(0) } else { Mask::Full };
         assert!(OwnedBlockLists::from_spans(dims, mask, &[[]], within).unwrap_err().to_string().contains("chunks"));
