@@ -21,6 +21,9 @@ const MOST: usize = 64;
 /// The most queries and keys of a picture in a file.
 const MOST_PIXELS: usize = 1 << 26;
 
+/// The most pairs of lists that are made to be drawn.
+const MOST_LISTED: usize = 1 << 30;
+
 /// `hattn mask`.
 pub fn mask(args: &MaskArgs) -> Result<()> {
     if let Some(path) = &args.input {
@@ -34,6 +37,11 @@ pub fn mask(args: &MaskArgs) -> Result<()> {
     };
     let dims = Dims::new(batch, args.seqlen_q, args.head.saturating_add(1), 1)
         .with_seqlen_kv(args.seqlen_kv.unwrap_or(args.seqlen_q));
+    let pairs = [batch, dims.heads_q, dims.seqlen_q, dims.seqlen_kv].into_iter().try_fold(1usize, usize::checked_mul);
+    ensure!(
+        args.block_mask.is_none() || pairs.is_some_and(|pairs| pairs <= MOST_LISTED),
+        "--block-mask takes up to 2^30 pairs of query and key, of all batch entries and heads up to the one that is drawn"
+    );
     let lists = args.block_mask.as_ref().map(|kind| Lists::new(kind, dims, 0)).transpose()?.flatten();
     draw(args, dims, lists.as_ref().map(|lists| Table::new(dims, lists.form(), lists.borrowed())))
 }

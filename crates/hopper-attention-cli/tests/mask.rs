@@ -45,6 +45,8 @@ fn a_mask_is_drawn_and_written() {
     refused(&format!("mask --seqlen-q 0 --png {png}"), "--png takes 1 to 2^26 pairs of query and key, not 0 x 0");
     refused(&format!("mask --seqlen-q 8193 --png {png}"), "not 8193 x 8193");
     refused("mask --block-mask prefixes:3 --batch-entry 1", "--batch-entry 1; allowed: 0 to below 1");
+    refused("mask --block-mask all --head 99999999", "--block-mask takes up to 2^30 pairs");
+    refused("mask --block-mask all --seqlen-q 9999999999", "--block-mask takes up to 2^30 pairs");
     // Nothing came in the place of the first picture.
     assert_eq!(pixels(&path), rows);
 }

@@ -12,8 +12,7 @@ static double reference_at(const hattn_tensor* t, int64_t a, int64_t b, int64_t 
   return (double)((const float*)t->data)[a * t->stride[0] + b * t->stride[1] + c * t->stride[2] + last];
 }
 
-/* What the scores of a problem with ALiBi slopes lose, and what a problem with lists of blocks keeps: the tensors of the
-   run, which a test sets before it compares. */
+/* The tensors of a run with ALiBi slopes and lists of blocks. A test sets them before it compares. */
 typedef struct reference_tensors {
   const hattn_tensor *slopes, *counts, *indices, *bits, *full_counts, *full_indices;
 } reference_tensors;
