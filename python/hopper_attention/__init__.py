@@ -9,6 +9,8 @@
 - `attention_varlen`, `attention_varlen_backward`: the same for packed sequences, and for used lengths.
 - `quantize`, `attention_fp8`: FP8 operands of 16-bit tensors, and attention on them.
 - `BlockLists`, `block_lists`: block-sparse masks, made once for many calls.
+- `block_lists_from_slices`, `block_lists_from_documents`, `block_lists_from_prefixes`, `block_lists_from_spans`: the same
+  without a dense mask.
 - `register_sdpa`: torch's scaled_dot_product_attention calls this library.
 - `register_transformers`: Hugging Face models run with attn_implementation="hopper_attention".
 - `abi`: the C ABI itself.
@@ -21,6 +23,12 @@ from typing import Any
 
 from . import _arrays, abi
 from ._block_lists import BlockLists
+from ._made_lists import (
+    block_lists_from_documents,
+    block_lists_from_prefixes,
+    block_lists_from_slices,
+    block_lists_from_spans,
+)
 from ._plans import Chunked, Prefix, Window
 from .abi import HattnError
 
@@ -36,6 +44,10 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "block_lists",
+    "block_lists_from_documents",
+    "block_lists_from_prefixes",
+    "block_lists_from_slices",
+    "block_lists_from_spans",
     "device_count",
     "quantize",
     "register_sdpa",

@@ -1,95 +1,232 @@
 //! `hattn mask`: which keys each query keeps, as a picture.
 
 use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::Path;
 
-use anyhow::{Result, ensure};
-use hopper_attention::Mask;
+use anyhow::{Context, Result, bail, ensure};
+use hopper_attention::{Band, BlockMask, DType, Dims, ForwardProblem, Mask};
+use png::{BitDepth, ColorType, Encoder};
 
-use crate::args::MaskArgs;
+use crate::args::{BlockMaskArg, FileLayout, MaskArgs};
+use crate::blocks::{self, Lists, Table};
+use crate::input::TensorFile;
+use crate::layout::logical;
 use crate::output::AtomicFile;
 use crate::report;
+use crate::values::Tensors;
 
 /// The most rows and columns that are drawn. Of more, each stands for several.
 const MOST: usize = 64;
 /// The most queries and keys of a picture in a file.
 const MOST_PIXELS: usize = 1 << 26;
 
+/// The most pairs of lists that are made to be drawn.
+const MOST_LISTED: usize = 1 << 30;
+
 /// `hattn mask`.
 pub fn mask(args: &MaskArgs) -> Result<()> {
-    let (queries, keys) = (args.seqlen_q, args.seqlen_kv.unwrap_or(args.seqlen_q));
-    match &args.pgm {
-        None => report::plain(&picture(args.mask, queries, keys)),
+    if let Some(path) = &args.input {
+        let (dims, form, tensors) = of_file(path)?;
+        let lists = blocks::lists(&tensors).context("the lists of a block mask")?;
+        return draw(args, dims, Some(Table::new(dims, form, lists)));
+    }
+    let batch = match &args.block_mask {
+        Some(BlockMaskArg::Prefixes(prefixes)) => prefixes.len(),
+        _ => args.batch_entry.saturating_add(1),
+    };
+    let dims = Dims::new(batch, args.seqlen_q, args.head.saturating_add(1), 1)
+        .with_seqlen_kv(args.seqlen_kv.unwrap_or(args.seqlen_q));
+    let pairs = [batch, dims.heads_q, dims.seqlen_q, dims.seqlen_kv].into_iter().try_fold(1usize, usize::checked_mul);
+    ensure!(
+        args.block_mask.is_none() || pairs.is_some_and(|pairs| pairs <= MOST_LISTED),
+        "--block-mask takes up to 2^30 pairs of query and key, of all batch entries and heads up to the one that is drawn"
+    );
+    let lists = args.block_mask.as_ref().map(|kind| Lists::new(kind, dims, 0)).transpose()?.flatten();
+    draw(args, dims, lists.as_ref().map(|lists| Table::new(dims, lists.form(), lists.borrowed())))
+}
+
+/// The sizes of a file's problem, and its lists.
+fn of_file(path: &Path) -> Result<(Dims, BlockMask, Tensors)> {
+    let mut input = TensorFile::open(path)?;
+    let name = path.display();
+    let layout = input.layout()?.unwrap_or(FileLayout::Bshd);
+    ensure!(layout != FileLayout::Thd, "input {name}: packed sequences; allowed: dense ones, which have lists");
+    let shape = |tensor: &str| {
+        let (_, shape) = input.tensor(tensor)?;
+        let shape = <[usize; 4]>::try_from(shape).ok().map(|shape| logical(layout, shape));
+        shape.with_context(|| format!("input {name}: tensor `{tensor}` has not 4 dimensions"))
+    };
+    let (q, k) = (shape("q")?, shape("k")?);
+    let Some(form) = blocks::form(&input).with_context(|| format!("input {name}"))? else {
+        bail!(
+            "input {name}: no lists of a block mask; allowed: a file with them, as `hattn random --block-mask` writes it"
+        );
+    };
+    let dims = Dims::new(q[0], q[1], q[2], 1).with_seqlen_kv(k[1]);
+    let options = ForwardProblem::builder(DType::F32, dims).block_mask(Some(form));
+    let problem = options.build().with_context(|| format!("input {name}"))?;
+    let mut tensors = Tensors::new();
+    for list in problem.operands().iter().filter(|operand| blocks::is_list(operand.slot())) {
+        let is_full_list = !form.has_full_blocks() && !input.has(list.slot().name());
+        if !is_full_list {
+            input.check(list.slot().name(), DType::I32, list.shape(), list.axes())?;
+            tensors.insert(list.slot(), input.read(list.slot().name(), DType::I32)?);
+        }
+    }
+    Ok((dims, form, tensors))
+}
+
+fn draw(args: &MaskArgs, dims: Dims, lists: Option<Table<'_>>) -> Result<()> {
+    for (option, at, size) in [("--batch-entry", args.batch_entry, dims.batch), ("--head", args.head, dims.heads_q)] {
+        ensure!(at < size, "{option} {at}; allowed: 0 to below {size}");
+    }
+    let default = if lists.is_some() { Mask::Full } else { Mask::causal() };
+    let drawn = Drawn::new(args.mask.unwrap_or(default), dims, lists, [args.batch_entry, args.head]);
+    match &args.png {
+        None => report::plain(&drawn.picture()),
         Some(path) => {
-            let pixels = queries.checked_mul(keys).filter(|&pixels| pixels <= MOST_PIXELS);
-            ensure!(pixels.is_some(), "--pgm takes up to 2^26 pairs of query and key, not {queries} x {keys}");
-            let picture = pgm(args.mask, queries, keys);
-            AtomicFile::create(path)?.finish(|writer| writer.write_all(&picture))?;
+            let (queries, keys) = (dims.seqlen_q, dims.seqlen_kv);
+            let pixels = queries.checked_mul(keys).filter(|pixels| (1..=MOST_PIXELS).contains(pixels));
+            ensure!(pixels.is_some(), "--png takes 1 to 2^26 pairs of query and key, not {queries} x {keys}");
+            AtomicFile::create(path)?.finish(|writer| drawn.png(writer))?;
             report::line("written", path.display());
         }
     }
     Ok(())
 }
 
-/// A row of text for each query, or for several: `#` where all pairs are kept, `+` where some are, `.` where none is.
-fn picture(mask: Mask, queries: usize, keys: usize) -> String {
-    let band = mask.band(queries, keys);
-    let (rows, columns) = (queries.div_ceil(MOST).max(1), keys.div_ceil(MOST).max(1));
-    let kept: u64 = (0..queries).map(|q| band.keys(q, keys)).map(|(first, end)| (end - first) as u64).sum();
-    let mut text = format!("{mask}, {queries} queries, {keys} keys, {kept} pairs kept\n");
-    if rows > 1 || columns > 1 {
-        writeln!(text, "a character is {rows} queries and {columns} keys").expect("memory takes all");
-    }
-    for first_row in (0..queries).step_by(rows) {
-        let of_rows: Vec<_> = (first_row..(first_row + rows).min(queries)).map(|q| band.keys(q, keys)).collect();
-        for first_key in (0..keys).step_by(columns) {
-            let end_key = (first_key + columns).min(keys);
-            let count = |&(first, end): &(usize, usize)| end.min(end_key).saturating_sub(first.max(first_key));
-            let kept: usize = of_rows.iter().map(count).sum();
-            text.push(match kept {
-                0 => '.',
-                all if all == of_rows.len() * (end_key - first_key) => '#',
-                _ => '+',
-            });
-        }
-        text.push('\n');
-    }
-    text
+/// What is drawn: a mask, and lists of blocks where there are any.
+struct Drawn<'a> {
+    mask: Mask,
+    band: Band,
+    queries: usize,
+    keys: usize,
+    lists: Option<Table<'a>>,
+    /// The batch entry, and the head.
+    place: [usize; 2],
 }
 
-/// A picture in the format PGM, a byte for each pair.
-fn pgm(mask: Mask, queries: usize, keys: usize) -> Vec<u8> {
-    let band = mask.band(queries, keys);
-    let mut bytes = format!("P5\n{keys} {queries}\n255\n").into_bytes();
-    for q in 0..queries {
-        let (first, end) = band.keys(q, keys);
-        bytes.extend((0..keys).map(|key| if (first..end).contains(&key) { 0 } else { 255 }));
+impl<'a> Drawn<'a> {
+    fn new(mask: Mask, dims: Dims, lists: Option<Table<'a>>, place: [usize; 2]) -> Self {
+        let (queries, keys) = (dims.seqlen_q, dims.seqlen_kv);
+        Self { mask, band: mask.band(queries, keys), queries, keys, lists, place }
     }
-    bytes
+
+    /// How many of some keys a query keeps.
+    fn kept(&self, query: usize, keys: Range<usize>) -> usize {
+        let (first, end) = self.band.keys(query, self.keys);
+        let (first, end) = (first.max(keys.start), end.min(keys.end));
+        let [batch, head] = self.place;
+        match &self.lists {
+            _ if first >= end => 0,
+            None => end - first,
+            Some(lists) => lists.kept([batch, head, query], first..end),
+        }
+    }
+
+    /// A row of text for each query, or for several: `#` where all pairs are kept, `+` where some are, `.` where none is.
+    fn picture(&self) -> String {
+        let Self { mask, queries, keys, lists, .. } = self;
+        let (rows, columns) = (queries.div_ceil(MOST).max(1), keys.div_ceil(MOST).max(1));
+        let kept: u64 = (0..*queries).map(|query| self.kept(query, 0..*keys) as u64).sum();
+        let beside = if lists.is_some() { " and lists of blocks" } else { "" };
+        let mut text = format!("{mask}{beside}, {queries} queries, {keys} keys, {kept} pairs kept\n");
+        if rows > 1 || columns > 1 {
+            writeln!(text, "a character is {rows} queries and {columns} keys").expect("memory takes all");
+        }
+        for first_row in (0..*queries).step_by(rows) {
+            let of_rows = first_row..(first_row + rows).min(*queries);
+            for first_key in (0..*keys).step_by(columns) {
+                let of_columns = first_key..(first_key + columns).min(*keys);
+                let kept: usize = of_rows.clone().map(|query| self.kept(query, of_columns.clone())).sum();
+                text.push(match kept {
+                    0 => '.',
+                    all if all == of_rows.len() * of_columns.len() => '#',
+                    _ => '+',
+                });
+            }
+            text.push('\n');
+        }
+        text
+    }
+
+    /// A picture in the format PNG, a pixel of one bit for each pair: 0 (black) where the query keeps the key.
+    fn png(&self, writer: &mut dyn std::io::Write) -> std::io::Result<()> {
+        // Both are at least 1, and together at most 2^26.
+        let mut encoder = Encoder::new(writer, self.keys as u32, self.queries as u32);
+        encoder.set_color(ColorType::Grayscale);
+        encoder.set_depth(BitDepth::One);
+        let row = |query: usize| {
+            let pixel = |key: usize| u8::from(self.kept(query, key..key + 1) == 0) << (7 - key % 8);
+            let byte = move |first: usize| (first..self.keys.min(first + 8)).map(pixel).sum::<u8>();
+            (0..self.keys).step_by(8).map(byte)
+        };
+        let pixels: Vec<u8> = (0..self.queries).flat_map(row).collect();
+        let mut writer = encoder.write_header()?;
+        writer.write_image_data(&pixels)?;
+        Ok(writer.finish()?)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hopper_attention::OwnedBlockLists;
+    use std::io::Cursor;
+
+    fn drawn(mask: Mask, queries: usize, keys: usize) -> Drawn<'static> {
+        Drawn::new(mask, Dims::new(1, queries, 1, 1).with_seqlen_kv(keys), None, [0, 0])
+    }
 
     #[test]
     fn a_character_for_each_pair() {
-        let drawn = picture(Mask::chunked(3), 4, 5);
-        assert_eq!(drawn, "chunk 3, 4 queries, 5 keys, 8 pairs kept\n##...\n###..\n...#.\n...##\n");
-        assert!(picture(Mask::prefix(2), 2, 4).ends_with(" kept\n###.\n####\n"));
-        assert_eq!(picture(Mask::Full, 0, 3), "full, 0 queries, 3 keys, 0 pairs kept\n");
+        let text = drawn(Mask::chunked(3), 4, 5).picture();
+        assert_eq!(text, "chunk 3, 4 queries, 5 keys, 8 pairs kept\n##...\n###..\n...#.\n...##\n");
+        assert!(drawn(Mask::prefix(2), 2, 4).picture().ends_with(" kept\n###.\n####\n"));
+        assert_eq!(drawn(Mask::Full, 0, 3).picture(), "full, 0 queries, 3 keys, 0 pairs kept\n");
     }
 
     #[test]
     fn long_sequences_are_drawn_smaller() {
-        let drawn = picture(Mask::causal(), 128, 192);
-        let lines: Vec<&str> = drawn.lines().collect();
+        let text = drawn(Mask::causal(), 128, 192).picture();
+        let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[1], "a character is 2 queries and 3 keys");
-        assert!(lines.len() == 66 && lines[2..].iter().all(|line| line.len() == 64), "{drawn}");
-        assert!(lines[65].ends_with("#+"), "{drawn}");
+        assert!(lines.len() == 66 && lines[2..].iter().all(|line| line.len() == 64), "{text}");
+        assert!(lines[65].ends_with("#+"), "{text}");
     }
 
     #[test]
-    fn a_pixel_for_each_pair() {
-        assert_eq!(pgm(Mask::causal(), 2, 2), b"P5\n2 2\n255\n\x00\xff\x00\x00");
+    fn a_pixel_for_each_pair_that_mask_and_lists_keep() {
+        // Keys of the same remainder, in two heads of which the second is drawn, beside a causal mask.
+        let dims = Dims::new(1, 131, 2, 1).with_seqlen_kv(300);
+        let keep = |head: usize, q: usize, kv: usize| q % 3 == (kv + head) % 3 || (128..256).contains(&kv);
+        let lists = OwnedBlockLists::from_predicate(dims, false, true, |_, head, q, kv| keep(head, q, kv)).unwrap();
+        let table = Table::new(dims, lists.block_mask(), lists.as_lists());
+        let drawn = Drawn::new(Mask::causal(), dims, Some(table), [0, 1]);
+        let mut bytes = Vec::new();
+        drawn.png(&mut bytes).unwrap();
+
+        let mut reader = png::Decoder::new(Cursor::new(&bytes)).read_info().unwrap();
+        let info = reader.info();
+        assert_eq!(
+            (info.width, info.height, info.bit_depth, info.color_type),
+            (300, 131, BitDepth::One, ColorType::Grayscale)
+        );
+        let mut kept = 0;
+        for q in 0..131 {
+            let row = reader.next_row().unwrap().unwrap();
+            for kv in 0..300 {
+                let is_black = row.data()[kv / 8] >> (7 - kv % 8) & 1 == 0;
+                assert_eq!(is_black, keep(1, q, kv) && kv <= q + 169, "query {q}, key {kv}");
+                kept += usize::from(is_black);
+            }
+        }
+        assert!(reader.next_row().unwrap().is_none());
+        let first = drawn.picture();
+        assert!(
+            first.starts_with(&format!("causal and lists of blocks, 131 queries, 300 keys, {kept} pairs kept\n")),
+            "{first}"
+        );
     }
 }

@@ -12,6 +12,7 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use crate::args::{FileLayout, RandomArgs};
+use crate::blocks::Lists;
 use crate::layout::{is_in_files_order, logical, shape_in_file};
 use crate::operands::inputs;
 use crate::output::{AtomicFile, NamedTensor, write_safetensors};
@@ -30,8 +31,8 @@ pub fn random(args: &RandomArgs) -> Result<()> {
         .with_head_dim_vo(args.head_dim_vo.unwrap_or(args.head_dim));
     let options = ForwardProblem::builder(args.dtype.into(), dims).lse(true).packed(packed);
     let options = if args.sinks { options.sinks(DType::F32) } else { options };
-    let lists = args.block_mask.image(dims, args.seed);
-    let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(|lists| lists.mask));
+    let lists = args.block_mask.as_ref().map(|kind| Lists::new(kind, dims, args.seed)).transpose()?.flatten();
+    let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(Lists::form));
     let problem = options.build()?;
     let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
@@ -50,7 +51,7 @@ pub fn random(args: &RandomArgs) -> Result<()> {
                 return Ok(values);
             }
             if let (Values::I32(numbers), Some(lists)) = (&mut values, &lists) {
-                numbers.copy_from_slice(lists.inner(operand.slot()));
+                numbers.copy_from_slice(lists.of(operand.slot()));
                 return Ok(values);
             }
             if operand.slot() == Slot::AlibiSlopes {

@@ -218,6 +218,30 @@ fn head_dims_above_128_are_checked_on_hopper() {
     }
 }
 
+/// Lists of blocks, also those that `hattn` makes of slices and prefixes, in both passes.
+#[test]
+fn check_passes_with_lists_of_blocks_on_hopper() {
+    if !gpu_with_gradients("check_passes_with_lists_of_blocks_on_hopper") {
+        return;
+    }
+    if !hattn(["info"]).fine().contains("sm_90") {
+        println!("skipped: no Hopper GPU (check_passes_with_lists_of_blocks_on_hopper)");
+        return;
+    }
+    let folder = Folder::new();
+    let slices = folder.path("slices.txt");
+    std::fs::write(&slices, "0 300 0 300 1\n300 500 0 200 0\n300 500 200 600 3\n").expect("a folder of the test's own");
+    let slices = format!("slices:{}", slices.display());
+    for kind in ["random:30", "documents", "all", "nothing", "striped", &slices, "prefixes:77,300"] {
+        let sizes = "--batch 2 --seqlen-q 500 --seqlen-kv 600 --heads-q 4 --heads-kv 2 --head-dim 64 --backward";
+        let input = folder.random("listed.safetensors", &format!("{sizes} --seed 3 --block-mask {kind}"));
+        for options in ["", "--mask window:200,40", "--backward", "--backward --deterministic --mask causal"] {
+            let text = hattn_on(&format!("check --device cuda:0 {options}"), &input, None).fine();
+            assert!(text.contains("block_mask") && text.contains("sm90") && text.contains("passed"), "{kind}: {text}");
+        }
+    }
+}
+
 #[test]
 fn a_tuned_kernel_is_taken_and_right() {
     if !gpu("a_tuned_kernel_is_taken_and_right") {

@@ -7,7 +7,7 @@ pub mod quantize;
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
+use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
     Args, Element, ForwardPlan, Layout, SequenceOffsets, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace,
     bf16,
@@ -156,6 +156,12 @@ impl BlocksOnDevice {
     pub fn new(stream: &Arc<CudaStream>, image: &BlocksImage) -> Self {
         let up = |(slot, list): &(Slot, Vec<i32>)| (*slot, stream.clone_htod(list).expect("device memory"));
         Self { image: image.clone(), lists: image.lists().iter().map(up).collect() }
+    }
+
+    /// Where the memory of a list begins. `None` where there is no such list.
+    pub fn address(&self, stream: &Arc<CudaStream>, slot: Slot) -> Option<u64> {
+        let (_, slice) = self.lists.iter().find(|(of, _)| *of == slot)?;
+        Some(slice.device_ptr(stream).0 + (GUARD * size_of::<i32>()) as u64)
     }
 
     /// Adds them to the arguments of a run.

@@ -209,6 +209,7 @@
 
 // No two modules use each other, directly or through others (tests/tests/dependencies.rs).
 mod arch;
+mod block_lists;
 mod blocks;
 mod cpu;
 mod device;
@@ -235,6 +236,7 @@ mod workspace;
 pub use cudarc;
 
 pub use arch::{Arch, ComputeCapability, DeviceFacts, DeviceInfo, MaskClass, Pass};
+pub use block_lists::{AttnSlice, OwnedBlockLists, SliceKind};
 pub use blocks::BlockLists;
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{DType, Device, Result, Storage, Tensor};
-use hopper_attention::{Args, BlockMask, Error, Layout, MASK_BLOCK, MASK_BLOCK_WORDS, Slot, TensorRef};
+use hopper_attention::{Args, BlockMask, Dims, Error, Layout, MASK_BLOCK_WORDS, OwnedBlockLists, Slot, TensorRef};
 
 use crate::error::refusal;
 use crate::offsets::Packing;
@@ -99,28 +99,23 @@ impl BlockLists {
             let (got, allowed) = (format!("dtype {:?}", mask.dtype()).to_lowercase(), "u8".into());
             return Err(refusal(Error::Value { what, got, allowed }));
         }
-        let (device, kept) = (mask.device(), mask.flatten_all()?.to_vec1::<u8>()?);
-        let (queries, keys) = (rows.div_ceil(MASK_BLOCK), columns.div_ceil(MASK_BLOCK));
-        let mut made = Vec::with_capacity(batch * heads * queries);
-        for row in 0..batch * heads * queries {
-            // The rows of the mask of a block of queries.
-            let first = row % queries * MASK_BLOCK;
-            let begin = row / queries * rows + first;
-            let its = &kept[begin * columns..(begin + MASK_BLOCK.min(rows - first)) * columns];
-            made.push(Row::new(its, columns));
-        }
-        let most = made.iter().map(|row| row.partial.len()).max().unwrap_or(0);
-        let tensor = |numbers: Vec<i32>, last: &[usize]| {
-            let shape = [&[batch, heads, queries], last].concat();
-            Tensor::from_vec(numbers, shape, device)
-        };
-        let counts = |of: fn(&Row) -> &Vec<i32>| tensor(made.iter().map(|row| of(row).len() as i32).collect(), &[]);
-        let indices =
-            |of: fn(&Row) -> &Vec<i32>| tensor(made.iter().flat_map(|row| long(of(row), keys)).collect(), &[keys]);
-        let words = most * MASK_BLOCK_WORDS;
-        let bits = tensor(made.iter().flat_map(|row| long(&row.bits, words)).collect(), &[words])?;
-        Self::new(&counts(|row| &row.partial)?, &indices(|row| &row.partial)?, &bits)?
-            .with_full_blocks(&counts(|row| &row.full)?, &indices(|row| &row.full)?)
+        let kept = mask.flatten_all()?.to_vec1::<u8>()?;
+        // Head dims do not matter to lists.
+        let dims = Dims::new(batch, rows, heads, 1).with_seqlen_kv(columns);
+        let lists = OwnedBlockLists::from_predicate(dims, batch != 1, heads != 1, |batch, head, query, key| {
+            kept[((batch * heads + head) * rows + query) * columns + key] != 0
+        });
+        Self::from_owned(&lists.map_err(refusal)?, mask.device())
+    }
+
+    /// Lists that were made on the host: of slices, documents, prefixes of batch entries, or spans. They are copied to the device.
+    ///
+    /// # Errors
+    /// The device is not one that is taken, or has no memory for them.
+    pub fn from_owned(lists: &OwnedBlockLists, device: &Device) -> Result<Self> {
+        let tensors = lists.operands().map(|(_, shape, list)| Tensor::from_slice(list, shape, device));
+        let [counts, indices, bits, full_counts, full] = tensors;
+        Self::new(&counts?, &indices?, &bits?)?.with_full_blocks(&full_counts?, &full?)
     }
 
     /// What a problem with these lists has.
@@ -146,46 +141,6 @@ impl fmt::Debug for BlockLists {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BlockLists").field("shape", &self.0.shape).field("mask", &self.0.mask).finish_non_exhaustive()
     }
-}
-
-/// The lists of a block of queries.
-#[derive(Default)]
-struct Row {
-    partial: Vec<i32>,
-    bits: Vec<i32>,
-    full: Vec<i32>,
-}
-
-impl Row {
-    /// Of the rows of a mask that lie without gaps. Each has as many columns.
-    fn new(kept: &[u8], columns: usize) -> Self {
-        let mut made = Self::default();
-        for (block, begin) in (0i32..).zip((0..columns).step_by(MASK_BLOCK)) {
-            let end = columns.min(begin + MASK_BLOCK);
-            let mut bits = [0u32; MASK_BLOCK_WORDS];
-            let (mut pairs, mut count) = (0, 0);
-            for (row, words) in kept.chunks_exact(columns).zip(bits.chunks_exact_mut(MASK_BLOCK / 32)) {
-                for (key, &is_kept) in row[begin..end].iter().enumerate() {
-                    let bit = u32::from(is_kept != 0);
-                    words[key / 32] |= bit << (key % 32);
-                    count += bit;
-                    pairs += 1;
-                }
-            }
-            if count == pairs {
-                made.full.push(block);
-            } else if count > 0 {
-                made.partial.push(block);
-                made.bits.extend(bits.map(u32::cast_signed));
-            }
-        }
-        made
-    }
-}
-
-/// Numbers with zeros behind them.
-fn long(numbers: &[i32], length: usize) -> impl Iterator<Item = i32> {
-    numbers.iter().copied().chain(std::iter::repeat(0)).take(length)
 }
 
 impl Numbers {

@@ -158,7 +158,8 @@ struct Beside<'a> {
 /// and 128 keys that no list has take no time.
 ///
 /// [`BlockLists::from_mask`] makes the lists of a mask of u8, and [`BlockLists::new`] takes lists as FlexAttention's `BlockMask`
-/// has them. candle's autograd can compute gradients through O.
+/// has them. [`BlockLists::from_owned`] takes those that were made without a dense mask. candle's autograd can compute
+/// gradients through O.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

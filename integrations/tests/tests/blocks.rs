@@ -1,7 +1,7 @@
 //! Block-sparse masks on the CPU: values and gradients beside candle's own operations, and what is refused.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use hopper_attention_candle::hopper_attention::Error;
+use hopper_attention_candle::hopper_attention::{AttnSlice, Dims, Error, OwnedBlockLists, SliceKind};
 use hopper_attention_candle::{BlockLists, Mask, Options, attention_with_blocks, cause};
 use hopper_attention_integration_tests::difference;
 
@@ -127,5 +127,41 @@ fn lists_are_taken() -> Result<()> {
     let shorter = BlockLists::from_mask(&mask.narrow(2, 0, 100)?)?;
     let error = call(&shorter).unwrap_err();
     assert!(matches!(cause(&error), Some(Error::Shape { .. })), "{error}");
+    Ok(())
+}
+
+/// Lists that the host made without a dense mask, and the dense mask that says the same.
+#[test]
+fn lists_of_documents_and_slices_are_taken() -> Result<()> {
+    let [q, k, v] = inputs()?;
+    let (rows, columns) = SIZES;
+    let dims = Dims::new(2, rows, HEADS, 16).with_seqlen_kv(columns);
+    let document = |batch: usize, token: usize| (token / (100 + 30 * batch)) as i32;
+    let ids = |seqlen: usize| (0..2).flat_map(|b| (0..seqlen).map(move |token| document(b, token))).collect::<Vec<_>>();
+    let documents = OwnedBlockLists::from_documents(dims, &ids(rows), &ids(columns)).unwrap();
+    let kept = (0..2 * rows * columns)
+        .map(|pair| {
+            let (batch, q, kv) = (pair / (rows * columns), pair / columns % rows, pair % columns);
+            u8::from(document(batch, q) == document(batch, kv))
+        })
+        .collect::<Vec<u8>>();
+    let slices = [
+        AttnSlice::new(0..rows, 0..columns - 9, SliceKind::Causal),
+        AttnSlice::new(0..rows, columns - 5..columns, SliceKind::Full),
+    ];
+    let of_slices = OwnedBlockLists::from_slices(dims, &slices).unwrap();
+    let of_pairs = (0..rows * columns).map(|pair| {
+        let (q, kv) = (pair / columns, pair % columns);
+        u8::from(kv + rows < q + columns - 8 || kv >= columns - 5)
+    });
+    let of_pairs = Tensor::from_iter(of_pairs, &Device::Cpu)?.reshape((1, 1, rows, columns))?;
+    for (lists, mask) in
+        [(documents, Tensor::from_vec(kept, (2, 1, rows, columns), &Device::Cpu)?), (of_slices, of_pairs)]
+    {
+        let call = |blocks: &BlockLists| attention_with_blocks(&q, &k, &v, blocks, &Options::new());
+        let got = call(&BlockLists::from_owned(&lists, &Device::Cpu)?)?;
+        assert_eq!(difference(&got, &call(&BlockLists::from_mask(&mask)?)?)?.0, 0.0);
+        assert!(difference(&got, &own(&q, &k, &v, &mask)?)?.0 < 4e-6);
+    }
     Ok(())
 }

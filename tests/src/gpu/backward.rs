@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hopper_attention::DType;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
-use super::ByAddress;
+use super::{ByAddress, blocks_memory};
 use crate::backward::Prepared;
 use crate::c::{BackwardMemory, tensor};
 use crate::data::{GUARD, Poison};
@@ -38,7 +38,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             d_v: output(d_v, prepared.problem.d_v_shape()),
             sinks: None,
             alibi_slopes: None,
-            blocks: None,
+            blocks: blocks_memory(stream, prepared.blocks.as_ref(), self.blocks.as_ref()),
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -13,12 +13,14 @@ use hopper_attention::{
 };
 use rayon::prelude::*;
 
-use crate::c::{Memory, tensor};
+use crate::blocks::BlocksImage;
+use crate::c::{BlocksMemory, Memory, tensor};
 use crate::data::{GUARD, Poison};
 use crate::problems::Case;
 use crate::runner::{Prepared, Ready, Runner};
 use crate::say;
 
+use hopper_attention_verify::gpu::BlocksOnDevice;
 pub use hopper_attention_verify::gpu::{MODE, NO_FLAGS, OnDevice, fp8, quantize, read, same_bits, write};
 
 /// A GPU for one test. Tests take turns: they share its memory, and a capture in one must not see another allocate.
@@ -207,6 +209,17 @@ pub trait ByAddress<P> {
     fn c_memory(&self, stream: &Arc<CudaStream>, prepared: &P) -> Self::Memory;
 }
 
+/// Lists of blocks by address, where there are any.
+fn blocks_memory(
+    stream: &Arc<CudaStream>,
+    image: Option<&BlocksImage>,
+    lists: Option<&BlocksOnDevice>,
+) -> Option<BlocksMemory> {
+    let ordinal = i32::try_from(stream.context().ordinal()).expect("few GPUs");
+    let (image, lists) = image.zip(lists)?;
+    Some(BlocksMemory::new(image, ordinal, |slot| lists.address(stream, slot).expect("a list of the case")))
+}
+
 impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
     type Memory = Memory;
 
@@ -227,7 +240,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             sinks: None,
             alibi_slopes: None,
             max_logits: None,
-            blocks: None,
+            blocks: blocks_memory(stream, prepared.blocks.as_ref(), self.blocks.as_ref()),
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -7,6 +7,7 @@ use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result, sys};
 use hopper_attention::{BackwardProblem, KernelInfo, Mask, bf16};
 use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
+use hopper_attention_tests::blocks::{Blocks, kinds};
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::OnDevice as OnDeviceBackward;
@@ -91,6 +92,66 @@ fn one_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
         assert!(on_device.untouched(&gpu.stream, &prepared), "{}: something was written", plan.describe());
         memory.workspace_bytes += 1;
         run(&memory).unwrap();
+        let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+        assert!(report.passed(), "{}: {report}", plan.describe());
+        on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+    }
+}
+
+/// Cases of a row with lists of blocks: every kind, and seeds that give lists per batch entry, per head and of full blocks.
+fn listed_cases(row: &KernelInfo) -> Vec<Case> {
+    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
+    let case = |(i, blocks): (usize, Blocks)| {
+        let case = Case::new(300, 700, row.head_dim_qk(), masks[i % 3]).head_dim_vo(row.head_dim_vo());
+        Case { seed: i as u64, ..case.heads(2, 4, 2).blocks(blocks) }
+    };
+    kinds().enumerate().map(case).collect()
+}
+
+#[test]
+fn lists_of_blocks_through_c() {
+    let Some(gpu) = Gpu::open("lists_of_blocks_through_c") else { return };
+    for row in gpu.listed_rows() {
+        with_dtype!(row.dtype(), one_listed_row(&gpu, &row));
+    }
+    for row in gpu.listed_backward_rows() {
+        with_dtype!(row.dtype(), one_listed_backward_row(&gpu, &row));
+    }
+}
+
+fn one_listed_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for case in listed_cases(row) {
+        let prepared = Prepared::<T>::new(&case);
+        let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
+        assert!(plan.describe().contains("blocks"), "{}", plan.describe());
+        let mut scratch: CudaSlice<u8> = gpu.stream.alloc_zeros(plan.workspace_bytes()).expect("device memory");
+        let on_device = OnDevice::new(&gpu.stream, &prepared);
+        let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+        (memory.workspace, memory.workspace_bytes) = (address(gpu, &mut scratch), plan.workspace_bytes());
+        let stream: *mut c_void = gpu.stream.cu_stream().cast();
+        let (status, text) = run(&plan, &Memory { blocks: None, ..memory }, stream).unwrap_err();
+        assert!(status == HATTN_ERROR_VALUE && text.contains("mask_block_cnt: missing"), "{text}");
+        assert!(on_device.untouched(&gpu.stream, &prepared), "{}: something was written", plan.describe());
+        run(&plan, &memory, stream).unwrap();
+        let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+        assert!(report.passed(), "{}: {report}", plan.describe());
+        on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+    }
+}
+
+fn one_listed_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    // The oracle of gradients is slow.
+    for (i, case) in listed_cases(row).into_iter().enumerate().step_by(2) {
+        let prepared = backward::Prepared::<T>::new(&case);
+        let options = BackwardProblem::builder(prepared.problem.forward()).d_lse(prepared.problem.takes_d_lse());
+        let plan = Plan::new(&backward_problem(&options.deterministic(i % 4 == 0).build().unwrap()), 0).unwrap();
+        assert!(plan.describe().contains("blocks"), "{}", plan.describe());
+        let mut scratch: CudaSlice<u8> = gpu.stream.alloc_zeros(plan.workspace_bytes()).expect("device memory");
+        let on_device = OnDeviceBackward::new(&gpu.stream, &prepared);
+        let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+        (memory.workspace, memory.workspace_bytes) = (address(gpu, &mut scratch), plan.workspace_bytes());
+        // SAFETY: the tests' memory outlives the work, for which they wait.
+        unsafe { plan.run(&memory, gpu.stream.cu_stream().cast()) }.unwrap();
         let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
         assert!(report.passed(), "{}: {report}", plan.describe());
         on_device.check_inputs(&gpu.stream, &prepared).unwrap();

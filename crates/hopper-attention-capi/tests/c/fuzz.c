@@ -11,6 +11,7 @@
      HATTN_FUZZ_FIRST, HATTN_FUZZ_CALLS  the number of the first call and how many to make: one call again, alone */
 #define _DEFAULT_SOURCE
 #include "fuzz.h"
+#include "fuzz_lists.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -90,12 +91,39 @@ static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
   }
 }
 
+/* Slopes and lists of a problem, and their tensors in the arguments of a run. Too many heads have none. */
+#define SET_LISTS(p, wanted)                                                                                \
+  do {                                                                                                      \
+    const int64_t columns = ((p).seqlen_kv + BLOCK - 1) / BLOCK;                                            \
+    if ((p).heads_q < 100 && one_in(3)) (p).alibi = (hattn_alibi)below(3);                                  \
+    if ((p).heads_q < 100 && (wanted)) {                                                                    \
+      (p).block_mask = HATTN_BLOCK_MASK_LISTS | (hattn_block_mask)(below(8) * HATTN_BLOCK_MASK_PER_BATCH);  \
+      (p).block_mask_most_partial = (int32_t)below(columns + 1);                                            \
+    }                                                                                                       \
+  } while (0)
+#define ADD_LISTS(p, a)                                                                                     \
+  do {                                                                                                      \
+    const lists added = add_lists((p)->block_mask, (p)->block_mask_most_partial, (p)->batch, (p)->heads_q,  \
+                                  (p)->seqlen_q, (p)->seqlen_kv);                                           \
+    (a)->alibi_slopes = add_slopes((p)->alibi, (p)->batch, (p)->heads_q);                                   \
+    (a)->mask_block_cnt = added.counts, (a)->mask_block_idx = added.indices, (a)->mask_bits = added.bits;   \
+    (a)->full_block_cnt = added.full_counts, (a)->full_block_idx = added.full_indices;                      \
+  } while (0)
+#define USE_LISTS(a)                                                                                          \
+  do {                                                                                                        \
+    reference_given.slopes = (a)->alibi_slopes, reference_given.counts = (a)->mask_block_cnt;                 \
+    reference_given.indices = (a)->mask_block_idx, reference_given.bits = (a)->mask_bits;                     \
+    reference_given.full_counts = (a)->full_block_cnt, reference_given.full_indices = (a)->full_block_idx;    \
+  } while (0)
+
 static void make_forward_problem(hattn_dtype dtype) {
   hattn_forward_problem p = HATTN_FORWARD_PROBLEM_INIT;
-  SET_NUMBERS(p, dtype == HATTN_E4M3 && one_in(16));
+  const int has_lists = dtype != HATTN_E4M3 && one_in(3);
+  SET_NUMBERS(p, (dtype == HATTN_E4M3 || has_lists) && one_in(16));
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
   if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F, p.max_logits = p.heads_q < 100 && one_in(3);
+  if (dtype != HATTN_E4M3) SET_LISTS(p, has_lists);
   if (dtype == HATTN_E4M3) {
     static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};
     p.output = outputs[below(4)];
@@ -124,6 +152,7 @@ static void make_forward(void) {
     if (output == HATTN_E4M3) a.scale_o = add_tensor(FACTOR, HATTN_F32, 1, 1, 0, 0, 0);
     if (forward->amax) a.amax = add_tensor(WRITTEN, HATTN_F32, 1, 1, 0, 0, 0);
   }
+  ADD_LISTS(forward, &a);
   forward_args = ENTER(hattn_forward_args, a);
 }
 
@@ -134,7 +163,8 @@ static hattn_forward_problem forward_of(const hattn_backward_problem* p) {
   of.batch = p->batch, of.seqlen_q = p->seqlen_q, of.seqlen_kv = p->seqlen_kv;
   of.heads_q = p->heads_q, of.heads_kv = p->heads_kv, of.head_dim_qk = p->head_dim_qk, of.head_dim_vo = p->head_dim_vo;
   of.window_left = p->window_left, of.window_right = p->window_right, of.softmax_scale = p->softmax_scale;
-  of.softcap = p->softcap;
+  of.softcap = p->softcap, of.alibi = p->alibi;
+  of.block_mask = p->block_mask, of.block_mask_most_partial = p->block_mask_most_partial;
   return of;
 }
 
@@ -148,6 +178,7 @@ static void make_backward(void) {
   p.dtype = (hattn_dtype)(1 + below(3));
   p.d_lse = (int32_t)below(2), p.deterministic = (int32_t)below(2);
   p.softcap = one_in(3) ? 1.5F : 0.0F;
+  SET_LISTS(p, one_in(3));
   backward = ENTER(hattn_backward_problem, p);
   a.q = add_tensor(READ, p.dtype, 4, Q_SHAPE(&p));
   a.k = add_tensor(READ, p.dtype, 4, K_SHAPE(&p));
@@ -159,10 +190,14 @@ static void make_backward(void) {
   a.d_q = add_tensor(WRITTEN, p.dtype, 4, Q_SHAPE(&p));
   a.d_k = add_tensor(WRITTEN, p.dtype, 4, K_SHAPE(&p));
   a.d_v = add_tensor(WRITTEN, p.dtype, 4, V_SHAPE(&p));
+  ADD_LISTS(&p, &a);
   backward_args = ENTER(hattn_backward_args, a);
   /* What the forward pass gives. */
   of = forward_of(&p);
   of_args.q = a.q, of_args.k = a.k, of_args.v = a.v, of_args.o = a.o, of_args.lse = a.lse;
+  of_args.alibi_slopes = a.alibi_slopes, of_args.mask_block_cnt = a.mask_block_cnt;
+  of_args.mask_block_idx = a.mask_block_idx, of_args.mask_bits = a.mask_bits;
+  of_args.full_block_cnt = a.full_block_cnt, of_args.full_block_idx = a.full_block_idx;
   HOLDS(hattn_forward_plan_create(&of, HATTN_CPU, &plan) == HATTN_OK);
   HOLDS(hattn_forward_run(plan, &of_args, NULL) == HATTN_OK);
   hattn_forward_plan_destroy(plan);
@@ -240,7 +275,7 @@ static double largest_of(const hattn_tensor* t) {
 
 static void is_no_nan(const hattn_tensor* t, unsigned char* at, void* to) {
   (void)to;
-  HOLDS(number_at(at, t->dtype) < 100.0); /* -infinity too */
+  HOLDS(number_at(at, t->dtype) < 200.0); /* -infinity too */
 }
 
 static void forward_is_right(void) {
@@ -255,6 +290,7 @@ static void forward_is_right(void) {
     HOLDS(largest_of(a->o) <= most);
   }
   HOLDS(largest_of(a->amax) <= most);
+  USE_LISTS(a);
   if (forward->dtype == HATTN_F32) HOLDS(reference_distance(forward, a) < 5e-5);
 }
 
@@ -262,6 +298,7 @@ static void backward_is_right(void) {
   const hattn_forward_problem of = forward_of(backward);
   HOLDS(isfinite(largest_of(backward_args->d_q)) && isfinite(largest_of(backward_args->d_k)));
   HOLDS(isfinite(largest_of(backward_args->d_v)));
+  USE_LISTS(backward_args);
   if (of.dtype == HATTN_F32) HOLDS(reference_gradient_distance(&of, backward_args) < 1e-3);
 }
 
@@ -368,6 +405,8 @@ static hattn_status create_tuned(const hattn_forward_problem* problem, hattn_dev
   return status;
 }
 
+static void spoil_lists(const hattn_tensor* a, const hattn_tensor* b) { spoil_list(one_in(2) ? a : b); }
+
 static void one_call(void) {
   const pass of = (pass)below(PASSES);
   int64_t i;
@@ -381,6 +420,8 @@ static void one_call(void) {
   if (of == QUANTIZE) make_quantize();
   used += 256;
   if (!is_legal) {
+    if (of == FORWARD && one_in(2)) spoil_lists(forward_args->mask_block_cnt, forward_args->full_block_idx);
+    if (of == BACKWARD && one_in(2)) spoil_lists(backward_args->mask_block_idx, backward_args->full_block_cnt);
     for (i = 1 + below(3); i > 0; --i) spoil();
     keep_promise();
   }

@@ -67,6 +67,7 @@ static int64_t used; /* bytes of memory that the call's tensors and gaps take */
 static int64_t bytes_of(hattn_dtype dtype) {
   switch (dtype) {
     case HATTN_F32:
+    case HATTN_I32:
       return 4;
     case HATTN_F16:
     case HATTN_BF16:

@@ -12,7 +12,35 @@ static double reference_at(const hattn_tensor* t, int64_t a, int64_t b, int64_t 
   return (double)((const float*)t->data)[a * t->stride[0] + b * t->stride[1] + c * t->stride[2] + last];
 }
 
-static int reference_keeps(const hattn_forward_problem* p, int64_t query, int64_t key) {
+/* The tensors of a run with ALiBi slopes and lists of blocks. A test sets them before it compares. */
+typedef struct reference_tensors {
+  const hattn_tensor *slopes, *counts, *indices, *bits, *full_counts, *full_indices;
+} reference_tensors;
+
+static reference_tensors reference_given;
+
+static int32_t reference_number(const hattn_tensor* t, int64_t b, int64_t h, int64_t row, int64_t last) {
+  const int64_t at = (t->shape[0] == 1 ? 0 : b * t->stride[0]) + (t->shape[1] == 1 ? 0 : h * t->stride[1]);
+  return ((const int32_t*)t->data)[at + row * t->stride[2] + (t->ndim == 4 ? last * t->stride[3] : 0)];
+}
+
+/* Whether the lists keep a pair: a full block has its key, or a partial one that has its bit. */
+static int reference_lists_keep(const hattn_forward_problem* p, int64_t b, int64_t h, int64_t query, int64_t key) {
+  const reference_tensors* const t = &reference_given;
+  const int64_t row = query / 128, word = query % 128 * 4 + key % 128 / 32;
+  int64_t i;
+  if (p->block_mask == HATTN_BLOCK_MASK_NONE) return 1;
+  for (i = 0; t->full_counts != NULL && i < reference_number(t->full_counts, b, h, row, 0); ++i) {
+    if (reference_number(t->full_indices, b, h, row, i) == key / 128) return 1;
+  }
+  for (i = 0; i < reference_number(t->counts, b, h, row, 0); ++i) {
+    if (reference_number(t->indices, b, h, row, i) != key / 128) continue;
+    return (int)((uint32_t)reference_number(t->bits, b, h, row, i * 512 + word) >> (key % 32) & 1U);
+  }
+  return 0;
+}
+
+static int reference_mask_keeps(const hattn_forward_problem* p, int64_t query, int64_t key) {
   const int64_t own = query + (p->corner == HATTN_TOP_LEFT ? 0 : p->seqlen_kv - p->seqlen_q);
   if (p->mask == HATTN_MASK_CAUSAL) return key <= own;
   if (p->mask == HATTN_MASK_PREFIX) return key < p->window_left || key <= own;
@@ -22,18 +50,38 @@ static int reference_keeps(const hattn_forward_problem* p, int64_t query, int64_
          (p->window_right == HATTN_UNBOUNDED || key <= own + p->window_right);
 }
 
+static int reference_keeps(const hattn_forward_problem* p, int64_t b, int64_t h, int64_t query, int64_t key) {
+  return reference_mask_keeps(p, query, key) && reference_lists_keep(p, b, h, query, key);
+}
+
 static double reference_scale(const hattn_forward_problem* p) {
   return p->softmax_scale != 0.0F ? (double)p->softmax_scale : 1.0 / sqrt((double)p->head_dim_qk);
 }
 
-static double reference_score(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k, int64_t b,
-                              int64_t h, int64_t i, int64_t j) {
+/* What a score loses by ALiBi. */
+static double reference_bias(const hattn_forward_problem* p, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const hattn_tensor* const t = reference_given.slopes;
+  const int top_left = p->corner == HATTN_TOP_LEFT && p->mask != HATTN_MASK_FULL;
+  const double distance = fabs((double)(i + (top_left ? 0 : p->seqlen_kv - p->seqlen_q) - j));
+  if (p->alibi == HATTN_ALIBI_NONE) return 0.0;
+  return distance * (double)((const float*)t->data)[t->ndim == 2 ? b * t->stride[0] + h * t->stride[1]
+                                                                 : h * t->stride[0]];
+}
+
+/* A score after scale and cap, before ALiBi. */
+static double reference_capped(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k, int64_t b,
+                               int64_t h, int64_t i, int64_t j) {
   const int64_t h_kv = h / (p->heads_q / p->heads_kv);
   double dot = 0.0;
   int64_t d;
   for (d = 0; d < p->head_dim_qk; ++d) dot += reference_at(q, b, i, h, d) * reference_at(k, b, j, h_kv, d);
   dot *= reference_scale(p);
   return p->softcap == 0.0F ? dot : (double)p->softcap * tanh(dot / (double)p->softcap);
+}
+
+static double reference_score(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k, int64_t b,
+                              int64_t h, int64_t i, int64_t j) {
+  return reference_capped(p, q, k, b, h, i, j) - reference_bias(p, b, h, i, j);
 }
 
 /* The derivative of a capped score, by the score. */
@@ -52,17 +100,17 @@ static reference_row reference_softmax(const hattn_forward_problem* p, const hat
   reference_row row = {-INFINITY, 0.0};
   int64_t j;
   for (j = 0; j < p->seqlen_kv; ++j) {
-    if (reference_keeps(p, i, j)) row.highest = fmax(row.highest, reference_score(p, q, k, b, h, i, j));
+    if (reference_keeps(p, b, h, i, j)) row.highest = fmax(row.highest, reference_score(p, q, k, b, h, i, j));
   }
   for (j = 0; j < p->seqlen_kv; ++j) {
-    if (reference_keeps(p, i, j)) row.sum += exp(reference_score(p, q, k, b, h, i, j) - row.highest);
+    if (reference_keeps(p, b, h, i, j)) row.sum += exp(reference_score(p, q, k, b, h, i, j) - row.highest);
   }
   return row;
 }
 
 static double reference_weight(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k, int64_t b,
                                int64_t h, int64_t i, int64_t j, reference_row row) {
-  return reference_keeps(p, i, j) ? exp(reference_score(p, q, k, b, h, i, j) - row.highest) / row.sum : 0.0;
+  return reference_keeps(p, b, h, i, j) ? exp(reference_score(p, q, k, b, h, i, j) - row.highest) / row.sum : 0.0;
 }
 
 static double reference_output(const hattn_forward_problem* p, const hattn_tensor* q, const hattn_tensor* k,
@@ -110,13 +158,13 @@ static inline double reference_d_score(const hattn_forward_problem* p, const hat
   const reference_row row = reference_softmax(p, args->q, args->k, b, h, i);
   double d_weight = args->d_lse != NULL ? reference_at(args->d_lse, b, h, i, 0) : 0.0;
   int64_t d;
-  if (!reference_keeps(p, i, j)) return 0.0;
+  if (!reference_keeps(p, b, h, i, j)) return 0.0;
   for (d = 0; d < p->head_dim_vo; ++d) {
     const double o = reference_output(p, args->q, args->k, args->v, b, h, i, d, row);
     d_weight +=
         reference_at(args->d_o, b, i, h, d) * (reference_at(args->v, b, j, h / (p->heads_q / p->heads_kv), d) - o);
   }
-  d_weight *= reference_slope(p, reference_score(p, args->q, args->k, b, h, i, j));
+  d_weight *= reference_slope(p, reference_capped(p, args->q, args->k, b, h, i, j));
   return reference_weight(p, args->q, args->k, b, h, i, j, row) * d_weight;
 }
 

@@ -4,7 +4,7 @@ mod bench;
 mod words;
 
 pub use bench::{BenchArgs, HarnessArg, PlotArgs, TuneArgs};
-pub use words::{ArchArg, DTypeArg, DeviceArg, FileLayout, ScalingArg};
+pub use words::{ArchArg, BlockMaskArg, DTypeArg, DeviceArg, FileLayout, ScalingArg};
 
 use std::path::PathBuf;
 
@@ -81,18 +81,30 @@ pub struct RunArgs {
 
 #[derive(Debug, Args)]
 pub struct MaskArgs {
-    /// The mask, as `run` takes it
-    #[arg(long, default_value = "causal", value_parser = parse_mask)]
-    pub mask: Mask,
+    /// The mask, as `run` takes it [default: causal, or full beside lists of blocks]
+    #[arg(long, value_parser = parse_mask)]
+    pub mask: Option<Mask>,
+    /// Lists of blocks beside the mask, as `random` takes them (of seed 0)
+    #[arg(long, value_name = "KIND")]
+    pub block_mask: Option<BlockMaskArg>,
+    /// Lists of blocks beside the mask: those of a safetensors file. Its q and k say how many queries and keys there are
+    #[arg(long, short, value_name = "FILE", conflicts_with_all = ["block_mask", "seqlen_q", "seqlen_kv"])]
+    pub input: Option<PathBuf>,
+    /// The batch entry whose lists are drawn
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub batch_entry: usize,
+    /// The query head whose lists are drawn
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub head: usize,
     /// Number of queries
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub seqlen_q: usize,
     /// Number of keys [default: as many as queries]
     #[arg(long, value_name = "N")]
     pub seqlen_kv: Option<usize>,
-    /// Write a picture to this file (PGM, a pixel for each pair: black where the query keeps the key), and draw nothing
+    /// Write a picture to this file (PNG, a pixel for each pair: black where the query keeps the key), and draw nothing
     #[arg(long, value_name = "FILE")]
-    pub pgm: Option<PathBuf>,
+    pub png: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -299,13 +311,18 @@ pub struct RandomArgs {
     /// Also write alibi_slopes, f32 [heads_q]: 2^(-8 h / heads_q) of head h, from 1 on
     #[arg(long)]
     pub alibi: bool,
-    /// Also write the lists of a block-sparse mask: none, random:PERCENT, documents, all, nothing or striped
+    /// Also write the lists of a block-sparse mask: none, random:PERCENT, documents, all, nothing, striped, slices:FILE or
+    /// prefixes:N,N [default: none]
     ///
     /// random lists so many in a hundred blocks. documents: tokens attend to those of their own document. striped: every second
     /// block of queries has no block. The seed says whether batch entries and heads have lists of their own, and whether full
     /// blocks have lists.
-    #[arg(long, value_name = "KIND", default_value_t = Blocks::None, conflicts_with = "packed")]
-    pub block_mask: Blocks,
+    ///
+    /// slices: a text file has a slice a line, five numbers Q0 Q1 K0 K1 TYPE: queries Q0 to below Q1 and keys K0 to below K1, of
+    /// type 0 (full), 1 (causal: the diagonal ends in the bottom right corner), 2 (inverse causal: the diagonal begins in the top
+    /// left corner) or 3 (both). prefixes: causal behind a prefix that all queries see, of so many keys for each batch entry.
+    #[arg(long, value_name = "KIND", conflicts_with = "packed")]
+    pub block_mask: Option<BlockMaskArg>,
     /// Class of inputs: normal, peaky, sink, late or nan
     ///
     /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every

@@ -1,9 +1,11 @@
 //! The words of the command line, which several commands share, and what each of them stands for.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::ValueEnum;
 use hopper_attention::{Arch, Corner, DType, Mask, Scaling};
+use hopper_attention_verify::blocks::Blocks;
 
 /// The order of the dimensions in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -148,6 +150,35 @@ pub fn parse_mask(text: &str) -> Result<Mask, String> {
     }
 }
 
+/// Lists of blocks of a command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BlockMaskArg {
+    /// Drawn at random, or none.
+    Kind(Blocks),
+    /// Of the slices in a file.
+    Slices(PathBuf),
+    /// Causal behind a prefix of so many keys for each batch entry.
+    Prefixes(Vec<i32>),
+}
+
+impl FromStr for BlockMaskArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("slices", file)) if !file.is_empty() => Ok(Self::Slices(file.into())),
+            Some(("prefixes", lengths)) => {
+                let length = |text: &str| text.parse::<u32>().ok().and_then(|length| i32::try_from(length).ok());
+                let lengths = lengths.split(',').map(length).collect::<Option<Vec<i32>>>();
+                let wrong =
+                    || format!("prefixes `{text}`; allowed: prefixes:N,N with a count of keys for each batch entry");
+                lengths.map(Self::Prefixes).ok_or_else(wrong)
+            }
+            _ => text.parse().map(Self::Kind).map_err(|error| format!("{error}, slices:FILE, prefixes:N,N")),
+        }
+    }
+}
+
 /// A share of a bound: a number from 0 to 1.
 pub fn parse_share(text: &str) -> Result<f64, String> {
     let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
@@ -193,6 +224,22 @@ fn parse_window(text: &str, corner: Corner) -> Result<Mask, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    #[test]
+    fn block_masks() {
+        assert_eq!("random:7".parse(), Ok(BlockMaskArg::Kind(Blocks::Random(7))));
+        assert_eq!("slices:a:b.txt".parse(), Ok(BlockMaskArg::Slices("a:b.txt".into())));
+        assert_eq!("prefixes:0,17".parse(), Ok(BlockMaskArg::Prefixes(vec![0, 17])));
+        for wrong in ["prefixes:", "prefixes:-1", "prefixes:3;4", "prefixes:4294967295"] {
+            assert!(wrong.parse::<BlockMaskArg>().unwrap_err().ends_with("for each batch entry"), "{wrong}");
+        }
+        for wrong in ["slices:", "slices", "some"] {
+            assert!(
+                wrong.parse::<BlockMaskArg>().unwrap_err().ends_with("striped, slices:FILE, prefixes:N,N"),
+                "{wrong}"
+            );
+        }
+    }
+
     #[test]
     fn densities() {
         assert_eq!(["1", "1/2", "1/16"].map(parse_density), [Ok(1), Ok(2), Ok(16)]);

@@ -16,6 +16,7 @@ pub const MASK_BLOCK: usize = 128;
 pub const MASK_BLOCK_WORDS: usize = MASK_BLOCK * MASK_BLOCK / 32;
 
 /// The form of a block-sparse mask: which lists of blocks a run reads. FlexAttention's `BlockMask` has these lists.
+/// [`OwnedBlockLists`](crate::OwnedBlockLists) makes them of slices, documents, prefixes and spans.
 ///
 /// A block is 128 queries and 128 keys. For each block of queries there are lists of the blocks of keys that these queries attend
 /// to. A pair of a query and a key is kept if the problem's [`Mask`](crate::Mask) keeps it, and the lists keep it:

@@ -117,7 +117,7 @@ impl Dims {
     }
 
     /// Refuses sizes that no problem has.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         let value = |what, got: String, allowed: &str| Err(Error::Value { what, got, allowed: allowed.into() });
         let Self { batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim_qk, head_dim_vo } = *self;
         for (what, got) in [("heads_q", heads_q), ("heads_kv", heads_kv)] {
