@@ -38,6 +38,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             d_v: output(d_v, prepared.problem.d_v_shape()),
             sinks: None,
             alibi_slopes: None,
+            bias: None,
             blocks: None,
             workspace: 0,
             workspace_bytes: 0,

@@ -227,6 +227,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             sinks: None,
             alibi_slopes: None,
             max_logits: None,
+            bias: None,
             blocks: None,
             workspace: 0,
             workspace_bytes: 0,

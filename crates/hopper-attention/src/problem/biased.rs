@@ -93,10 +93,10 @@ mod tests {
         let bias = Some(Bias::new(DType::F32));
         let text = refused(options(DType::E4M3).bias(bias).build());
         let nearest = "bf16, f16 or f32 operands, or no bias";
-        assert_eq!(text, format!("not supported: a bias with e4m3 operands; nearest: {nearest}"));
+        assert_eq!(text, format!("unsupported: a bias with e4m3 operands; nearest: {nearest}"));
         for options in [options(DType::F32).packed_q(true), options(DType::F32).used_kv(true)] {
             let text = refused(options.bias(bias).build());
-            let want = "not supported: a bias with packed sequences or used lengths; nearest: one of them";
+            let want = "unsupported: a bias with packed sequences or used lengths; nearest: one of them";
             assert_eq!(text, want);
         }
         for dtype in [DType::E4M3, DType::I32] {

@@ -252,8 +252,8 @@ impl Backward<'_> {
         let (dims, shape) = (self.problem.dims(), forward.bias_shape());
         let round = rounding(forward.bias().map_or(DType::F32, |bias| bias.dtype()));
         let mut sums = vec![0.0_f32; shape.iter().product()];
-        let keys = dims.seqlen_kv.max(1);
-        for i in 0..self.rows.len() {
+        let keys = dims.seqlen_kv;
+        for i in 0..if keys == 0 { 0 } else { self.rows.len() } {
             let [batch, head, query] = place(self.problem.d_lse_shape(), i);
             let row = bias.row([batch, head, query]) * keys;
             sums[row..row + keys].par_iter_mut().with_min_len(ROWS_PER_TASK).enumerate().for_each(|(key, sum)| {
