@@ -5,8 +5,8 @@ use std::fmt;
 use std::ptr::null;
 
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling,
-    Slot,
+    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, ForwardProblem, Layout, Mask, Quantizer,
+    Scaling, Slot,
 };
 use hopper_attention_capi::*;
 

@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use arrayvec::ArrayVec;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand,
-    Operands, Quantizer, Scaling, Slot,
+    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask,
+    Operand, Operands, Quantizer, Scaling, Slot,
 };
 
 use crate::abi::*;

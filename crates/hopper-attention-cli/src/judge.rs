@@ -2,7 +2,9 @@
 
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
-use hopper_attention::reference::{BackwardExpected, BackwardPlain, Expected, Modifiers, Tensor, forward_with as oracle};
+use hopper_attention::reference::{
+    BackwardExpected, BackwardPlain, Expected, Modifiers, Tensor, forward_with as oracle,
+};
 use hopper_attention::{BackwardProblem, ForwardProblem, Layout, SequenceRows, Slot};
 
 use crate::args::FileLayout;

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::{
-    Access, AlibiSlopes, BackwardPlan, BackwardProblem, Bias, DType, Device, Dims, ForwardPlan, ForwardProblem, Operand,
-    Presence, QuantizePlan, Quantizer, Slot, Tuning,
+    Access, AlibiSlopes, BackwardPlan, BackwardProblem, Bias, DType, Device, Dims, ForwardPlan, ForwardProblem,
+    Operand, Presence, QuantizePlan, Quantizer, Slot, Tuning,
 };
 
 use hopper_attention_verify::alibi::standard;

@@ -306,19 +306,26 @@ fn a_bias_by_hand() {
     let [a, b] = [(3.5 - lse[0]).exp(), (3.0 - lse[0]).exp()];
     let mean = a + 2.0 * b;
     let want = [a * (1.0 - mean), b * (2.0 - mean), 0.0, 0.0];
-    assert!(shape == &[1, 1, 2, 2] && d_bias.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6), "{d_bias:?}");
+    assert!(
+        shape == &[1, 1, 2, 2] && d_bias.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6),
+        "{d_bias:?}"
+    );
     let shared = of("bshd", &[0.5, -1.0], &[1, 1, 1, 2]);
     for input in [&input, &shared] {
         let checked = hattn_on("check --backward --device cpu --max-logits", input, None).fine();
         assert!(checked.contains("bias f32") && checked.contains("dbias") && checked.contains("passed"), "{checked}");
     }
     let wrong = of("bshd", &[0.5, -1.0, 0.0], &[1, 1, 1, 3]);
-    hattn_on("run --device cpu", &wrong, Some(&output)).refused(&["tensor `bias` has shape [1, 1, 1, 3]; allowed: [1, 1, 1, 2]"]);
+    hattn_on("run --device cpu", &wrong, Some(&output))
+        .refused(&["tensor `bias` has shape [1, 1, 1, 3]; allowed: [1, 1, 1, 2]"]);
     let input = of("bshd", &[0.5, -1.0], &[1, 1, 1, 2]);
-    hattn_on("run --device cpu --fp8 --dtype bf16", &input, Some(&output)).refused(&["unsupported: a bias with e4m3 operands"]);
+    hattn_on("run --device cpu --fp8 --dtype bf16", &input, Some(&output))
+        .refused(&["unsupported: a bias with e4m3 operands"]);
     // `hattn random` writes one, whose dimensions do not follow the layout of the other tensors.
     for (kind, layout) in [("f32:bhq:hidden", "bhsd"), ("bf16:h", "bshd"), ("f16", "bhsd")] {
-        let options = format!("--batch 2 --heads-q 4 --seqlen-q 40 --seqlen-kv 50 --head-dim 8 --layout {layout} --bias {kind} --backward");
+        let options = format!(
+            "--batch 2 --heads-q 4 --seqlen-q 40 --seqlen-kv 50 --head-dim 8 --layout {layout} --bias {kind} --backward"
+        );
         let random = folder.random("random.safetensors", &options);
         let checked = hattn_on("check --backward --device cpu --mask causal", &random, None).fine();
         assert!(checked.contains("bias ") && checked.contains("passed"), "{checked}");

@@ -35,7 +35,10 @@ fn taken<T: Versioned>() -> Vec<usize> {
 #[test]
 fn a_size_ends_between_two_fields() {
     // The last two of each list are those of structs that a newer header may have.
-    assert_eq!(taken::<hattn_forward_problem>(), [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208]);
+    assert_eq!(
+        taken::<hattn_forward_problem>(),
+        [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208]
+    );
     assert_eq!(taken::<hattn_backward_problem>(), [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200]);
     assert_eq!(taken::<hattn_quantize_problem>(), [32, 40, 48]);
     assert_eq!(taken::<hattn_tensor>(), [96, 104, 112]);
