@@ -68,7 +68,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _biased, _blocks, _fp8, _sinks, _torch, _varlen
+        from . import _additive, _biased, _blocks, _fp8, _sinks, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -109,6 +109,7 @@ def attention(
     max_logits_out: Any = None,
     attn_mask: Any = None,
     block_mask: Any = None,
+    bias: Any = None,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -139,10 +140,13 @@ def attention(
       batch, its queries and the keys that they see, f32 [heads_q]. -inf if there is none. Scores are those that enter the
       softmax. Sinks do not count. It has no gradient.
     - attn_mask: booleans that broadcast to [batch, heads_q, seqlen_q, seqlen_kv]: True keeps a pair. causal and window
-      apply as well. Blocks of 128 queries and 128 keys without a True take no time.
+      apply as well. Blocks of 128 queries and 128 keys without a True take no time. A floating-point attn_mask is a bias.
     - block_mask: in its place the BlockMask of torch.nn.attention.flex_attention.create_block_mask, with blocks of 128 x
       128, or `BlockLists`. The mask_mod of a BlockMask is asked once, and what it says of the pairs is kept with the
       BlockMask. So make a new one where tensors that the mask_mod reads change.
+    - bias: numbers that broadcast to [batch, heads_q, seqlen_q, seqlen_kv], added to the scores after the cap: f32, bf16 or
+      f16, whatever the type of q. -inf hides a pair as a mask does. On torch tensors it has a gradient, in its shape and
+      type: computed where the bias requires one. On the CPU. GPUs have no kernels for it yet, and refuse it.
 
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
@@ -167,14 +171,17 @@ def attention(
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
         if type(q) is not _Tensor and _torch.is_jagged(q):
-            if attn_mask is not None or block_mask is not None:
-                name = "attn_mask" if block_mask is None else "block_mask"
+            if attn_mask is not None or block_mask is not None or bias is not None:
+                name = "bias" if bias is not None else "attn_mask" if block_mask is None else "block_mask"
                 raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
             attend = _biased.biased(alibi_slopes, return_max_logits)
             return _varlen.nested(q, k, v, return_lse, scale=scale, attend=attend, **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
+        if bias is not None or (isinstance(attn_mask, _Tensor) and attn_mask.is_floating_point()):
+            more = (s_aux, *numbers, softcap, alibi_slopes, return_max_logits)
+            return _additive.attention_additive(q, k, v, bias, block_mask, attn_mask, *more)
         if attn_mask is not None or block_mask is not None:
             rest = (softcap, alibi_slopes, return_max_logits)
             return _blocks.attention_blocks(q, k, v, block_mask, attn_mask, s_aux, *numbers, *rest)
@@ -185,7 +192,7 @@ def attention(
             return _sinks.attention_sinks(q, k, v, s_aux, *numbers)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
     rest = (out, lse_out, stream, sm_margin, s_aux, softcap, alibi_slopes, (return_max_logits, max_logits_out))
-    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest, (attn_mask, block_mask))
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest, (attn_mask, block_mask), bias)
 
 
 def attention_backward(
@@ -210,6 +217,8 @@ def attention_backward(
     alibi_slopes: Any = None,
     attn_mask: Any = None,
     block_mask: Any = None,
+    bias: Any = None,
+    return_d_bias: bool = False,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -218,10 +227,12 @@ def attention_backward(
     o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
     of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
     missing. sm_margin need not be that of `attention`. With s_aux there is a fourth gradient, d_s_aux, in f32.
+    With return_d_bias the last one is the gradient of the bias, in its shape and type.
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
-    rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes, (attn_mask, block_mask))
+    masks = (attn_mask, block_mask)
+    rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes, masks, bias, return_d_bias)
     return _arrays.attention_backward(q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, *rest)
 
 

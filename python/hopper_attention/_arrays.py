@@ -10,6 +10,8 @@ from ._block_lists import BlockLists, fields_of, lists_of_array, one_of
 from ._plans import (
     Window,
     alibi_of,
+    bias_fields,
+    bias_shape,
     check_list,
     hints_of,
     lists_of,
@@ -193,6 +195,7 @@ def attention(
     alibi_slopes: Any = None,
     max_logits: tuple = (False, None),
     masks: tuple = (None, None),
+    bias: Any = None,
 ) -> Any:
     """See hopper_attention.attention. `max_logits`: whether they are wanted, and where. `masks`: attn_mask and block_mask."""
     exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
@@ -201,10 +204,11 @@ def attention(
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
+    masks, added = _additive(masks, bias, q, of, stream)
     lists = _lists(masks, q, of, stream)
     more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits), **fields_of(lists)}
-    problem = _problem(*of, mask, scale, sm_margin, softcap, **more)
-    return _forward(problem, q, {**exports, **sinks, **slopes, **lists}, out, lse_out, max_logits[1], stream)
+    problem = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added))
+    return _forward(problem, q, {**exports, **sinks, **slopes, **lists, **added}, out, lse_out, max_logits[1], stream)
 
 
 def _lists(masks: tuple, like: Any, of: tuple, stream: Optional[int]) -> dict:
@@ -234,6 +238,48 @@ def lists_for(attn_mask: Any, block_mask: Any, like: Any, q_shape: tuple, k_shap
     if ours is None or ours is xp or xp.__name__ != "numpy":
         return lists
     return BlockLists(*(ours.asarray(one) for one in lists))
+
+
+def _additive(masks: tuple, bias: Any, like: Any, of: tuple, stream: Optional[int]) -> tuple:
+    """The masks without a floating-point attn_mask, which is a bias, and the export of the bias by its name, if there is one."""
+    attn_mask, block_mask = masks
+    if attn_mask is not None and _numpy_of(attn_mask) is not None and attn_mask.dtype.kind == "f":
+        if bias is not None:
+            raise ValueError("attn_mask: floating-point numbers, beside a bias; allowed: one of both")
+        masks, bias, name = (None, block_mask), attn_mask, "attn_mask"
+    else:
+        name = "bias"
+    if bias is None:
+        return masks, {}
+    sizes = (of[0].shape[0], of[0].shape[2], of[0].shape[1], of[1].shape[1])
+    its, ours = _numpy_of(bias), _numpy_of(like)
+    if its is not None:
+        shape = bias_shape(name, bias.shape, sizes)
+        if bias.dtype == "float64":
+            bias = bias.astype("float32")
+        bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
+        bias = its.ascontiguousarray(its.broadcast_to(bias, shape))
+        if ours is not None and ours is not its and its.__name__ == "numpy":
+            bias = ours.asarray(bias)
+    export = Array(name, bias, stream)
+    if export.shape != bias_shape(name, export.shape, sizes):
+        raise ValueError(f"{name}: shape {list(export.shape)}; allowed: four dimensions, the last of seqlen_kv")
+    return masks, {"bias": export}
+
+
+def _bias_fields(added: dict) -> dict:
+    return bias_fields(added["bias"].dtype, added["bias"].shape) if added else {}
+
+
+def _like(given: Any, like: Any, shape: tuple, dtype: int) -> Any:
+    """The caller's array for the gradient of a bias, or a new one of the framework of `like`."""
+    if given is not None:
+        return given
+    numpy = _numpy_of(like)
+    names = {abi.F32: "float32", abi.F16: "float16"}
+    if numpy is None or dtype not in names:
+        raise TypeError("d_bias: missing; only outputs of numpy and CuPy in float32 and float16 are allocated here")
+    return numpy.empty(shape, dtype=names[dtype])
 
 
 def _sinks(s_aux: Any, stream: Optional[int]) -> dict:
@@ -306,6 +352,8 @@ def attention_backward(
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
     masks: tuple = (None, None),
+    bias: Any = None,
+    return_d_bias: bool = False,
 ) -> tuple:
     """See hopper_attention.attention_backward. `masks`: attn_mask and block_mask."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -317,19 +365,27 @@ def attention_backward(
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
+    masks, added = _additive(masks, bias, q, of, stream)
     lists = _lists(masks, q, of, stream)
     more = {"sinks": _type_of(sinks), **_biased(slopes), **fields_of(lists)}
-    forward = _problem(*of, mask, scale, sm_margin, softcap, **more)
-    return _backward(forward, (q, k, v), {**exports, **sinks, **slopes, **lists}, deterministic, out, stream)
+    forward = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added))
+    exports = {**exports, **sinks, **slopes, **lists, **added}
+    return _backward(forward, (q, k, v), exports, deterministic, out, stream, return_d_bias)
 
 
 def _backward(
-    forward: abi.ForwardProblem, likes: tuple, exports: dict, deterministic: bool, out: Any, stream: Any
+    forward: abi.ForwardProblem,
+    likes: tuple,
+    exports: dict,
+    deterministic: bool,
+    out: Any,
+    stream: Any,
+    d_bias: bool = False,
 ) -> tuple:
     """Runs the backward pass of a forward problem on inputs by their names."""
     d_lse = int("d_lse" in exports)
     with_sinks = "sinks" in exports
-    numbers = {"deterministic": int(deterministic), "d_sinks": int(with_sinks)}
+    numbers = {"deterministic": int(deterministic), "d_sinks": int(with_sinks), "d_bias": int(d_bias)}
     problem = abi.BackwardProblem.of(forward, d_lse=d_lse, **numbers)
     plan = plans().get(exports["q"].device, problem)
     gradients, exports = [], dict(exports)
@@ -340,6 +396,11 @@ def _backward(
     if with_sinks:
         given, shape = (out[3] if out else None), exports["sinks"].shape
         array, exports["d_sinks"] = _output("d_s_aux", given, likes[0], shape, True, stream)
+        gradients.append(array)
+    if d_bias:
+        given = exports["bias"]
+        array = _like(out[-1] if out else None, likes[0], given.shape, given.dtype)
+        exports["dbias"] = Array("d_bias", array, stream, written=True)
         gradients.append(array)
     _run(plan, likes[0], exports, stream)
     return tuple(gradients)

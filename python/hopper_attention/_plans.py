@@ -134,6 +134,26 @@ def alibi_of(slopes: Any) -> int:
     return abi.ALIBI_PER_HEAD if len(slopes.shape) == 1 else abi.ALIBI_PER_BATCH
 
 
+def bias_shape(name: str, shape: Any, sizes: Tuple[int, int, int, int]) -> tuple:
+    """The shape of an additive bias as the library reads it: [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv].
+
+    `shape` broadcasts to `sizes`: batch, heads_q, seqlen_q and seqlen_kv.
+    """
+    four = (1,) * (4 - len(shape)) + tuple(shape)
+    if len(four) != 4 or any(its not in (1, size) for its, size in zip(four, sizes)):
+        allowed = f"one that broadcasts to [batch, heads_q, seqlen_q, seqlen_kv], {list(sizes)}"
+        raise ValueError(f"{name}: shape {list(shape)}; allowed: {allowed}")
+    return (*four[:3], sizes[3])
+
+
+def bias_fields(dtype: Optional[int], shape: Any) -> dict:
+    """The fields of a forward problem with a bias of this type and shape. Nothing where the type is None."""
+    if dtype is None:
+        return {}
+    flags = zip(shape, (abi.BIAS_PER_BATCH, abi.BIAS_PER_HEAD, abi.BIAS_PER_QUERY))
+    return {"bias": dtype, "bias_dims": sum(flag for size, flag in flags if size != 1)}
+
+
 def scale_of(scale: Optional[float]) -> float:
     """The scale in the ABI's terms. 0 there stands for the default, so a caller may not ask for it."""
     if scale is None:

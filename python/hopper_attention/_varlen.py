@@ -14,7 +14,7 @@ import torch
 from . import abi
 from ._block_lists import fields_of
 from ._calls import Call, prepared
-from ._plans import Hints, Window, alibi_of, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
+from ._plans import Hints, Window, alibi_of, bias_fields, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
 from ._sinks import operand
 from ._torch import (
     DTYPES,
@@ -188,6 +188,7 @@ class _Run:
         """The problem. `given` has its other tensors by their names, of which some change it."""
         sinks, slopes = (given[name] if name in given else None for name in ("sinks", "alibi_slopes"))
         scale, mask, corner, left, right, sm_margin = self.numbers
+        bias = given["bias"] if "bias" in given else None
         return packed_problem(
             q,
             k,
@@ -207,6 +208,7 @@ class _Run:
             alibi=alibi_of(slopes),
             max_logits=int("max_logits" in given),
             **fields_of(given),
+            **({} if bias is None else bias_fields(DTYPES[bias.dtype], bias.shape)),
         )
 
     def check_gradients(self, q: Any, k: Any, v: Any, given: Any = ()) -> None:
@@ -291,7 +293,7 @@ def _gradients_of(
     if d_lse is not None:
         # Heads by rows, or with a batch: no operand, so its elements need no alignment.
         tensors["d_lse"] = d_lse if d_lse.stride(-1) == 1 else d_lse.contiguous()
-    wanted = {"d_sinks": int("d_sinks" in more)}
+    wanted = {"d_sinks": int("d_sinks" in more), "d_bias": int("dbias" in more)}
     call(abi.BackwardArgs, tensors, d_lse=int(d_lse is not None), deterministic=int(call.deterministic), **wanted)
     return d_q, d_k, d_v
 

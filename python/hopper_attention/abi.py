@@ -53,6 +53,8 @@ UNBOUNDED = -1
 UNSET = -1  # a size that the caller must give
 # hattn_alibi
 ALIBI_NONE, ALIBI_PER_HEAD, ALIBI_PER_BATCH = 0, 1, 2
+# hattn_bias_dims: flags
+BIAS_PER_BATCH, BIAS_PER_HEAD, BIAS_PER_QUERY = 1, 2, 4
 # hattn_block_mask: flags
 BLOCK_MASK_NONE, BLOCK_MASK_LISTS, BLOCK_MASK_PER_BATCH, BLOCK_MASK_PER_HEAD, BLOCK_MASK_FULL_BLOCKS = 0, 1, 2, 4, 8
 # hattn_scaling
@@ -116,7 +118,7 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         sinks=ctypes.c_int32,
         softcap=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "alibi max_logits block_mask block_mask_most_partial"),
+        **_all_of(ctypes.c_int32, "alibi max_logits block_mask block_mask_most_partial bias bias_dims"),
     )
 
     @classmethod
@@ -146,21 +148,21 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int64, "max_seqlen_q max_seqlen_kv"),
         fill_gaps=ctypes.c_int32,
         softcap=ctypes.c_float,
-        **_all_of(ctypes.c_int32, "sinks d_sinks alibi reserved block_mask block_mask_most_partial"),
+        **_all_of(ctypes.c_int32, "sinks d_sinks alibi d_bias block_mask block_mask_most_partial bias bias_dims"),
     )
 
     @classmethod
     def of(
-        cls, forward: ForwardProblem, d_lse: int = 0, deterministic: int = 0, d_sinks: int = 0
+        cls, forward: ForwardProblem, d_lse: int = 0, deterministic: int = 0, d_sinks: int = 0, d_bias: int = 0
     ) -> BackwardProblem:
         """The gradients of a forward problem.
 
         `d_lse` is 1 if the log-sum-exp has a gradient too. `deterministic` is 1 for the same bits on every run.
-        `d_sinks` is 1 if the gradient of the attention sinks is wanted.
+        `d_sinks` is 1 if the gradient of the attention sinks is wanted, and `d_bias` if that of the bias is.
         """
         own, its = ({field[0] for field in kind._fields_} for kind in (cls, ForwardProblem))
         shared = {name: getattr(forward, name) for name in own & its - {"struct_size"}}
-        return cls(d_lse=d_lse, deterministic=deterministic, d_sinks=d_sinks, **shared)
+        return cls(d_lse=d_lse, deterministic=deterministic, d_sinks=d_sinks, d_bias=d_bias, **shared)
 
 
 class QuantizeProblem(_Versioned):
@@ -198,6 +200,7 @@ class ForwardArgs(_Versioned):
         **_all_of(_TensorPointer, _LENGTHS),
         **_all_of(_TensorPointer, "sinks alibi_slopes max_logits"),
         **_all_of(_TensorPointer, _BLOCK_LISTS),
+        bias=_TensorPointer,
     )
 
 
@@ -211,6 +214,7 @@ class BackwardArgs(_Versioned):
         **_all_of(_TensorPointer, _LENGTHS),
         **_all_of(_TensorPointer, "sinks d_sinks alibi_slopes"),
         **_all_of(_TensorPointer, _BLOCK_LISTS),
+        **_all_of(_TensorPointer, "bias dbias"),
     )
 
 
@@ -410,8 +414,8 @@ class ForwardPlan(Plan):
         """Computes on the CPU. On a GPU it enqueues on `stream`, a CUstream as an integer (None: the default stream).
 
         `more` has what the problem asks for beside these: of FP8 descale_q, descale_k, descale_v, scale_o and amax, and
-        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes, max_logits and
-        those of BLOCK_LISTS.
+        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes, max_logits, bias
+        and those of BLOCK_LISTS.
         """
         self._run({"q": q, "k": k, "v": v, "o": o, "lse": lse, **more}, workspace, workspace_bytes, stream)
 
@@ -441,7 +445,7 @@ class BackwardPlan(Plan):
         """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote.
 
         `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for, and the sinks,
-        d_sinks, alibi_slopes and those of BLOCK_LISTS.
+        d_sinks, alibi_slopes, bias, dbias and those of BLOCK_LISTS.
         """
         tensors = {
             "q": q,

@@ -3,16 +3,18 @@
 import torch
 
 
-def reference(q, k, v, keep, slopes=None, cap=None, sinks=None, scale=None):
+def reference(q, k, v, keep, slopes=None, cap=None, sinks=None, scale=None, bias=None):
     """O, the log-sum-exp and the maximum logits by torch's own operations, of [batch, seqlen, heads, head_dim].
 
-    The cap comes before the biases, and these before the mask.
+    The cap comes before the biases, and these before the mask. `bias` broadcasts to the scores.
     """
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if cap:
         scores = cap * torch.tanh(scores / cap)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if slopes is not None:
         rows, columns = scores.shape[-2:]
         own = torch.arange(rows, device=q.device) + columns - rows

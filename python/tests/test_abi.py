@@ -22,14 +22,14 @@ def setUpModule():
 
 class Structs(unittest.TestCase):
     def test_a_backward_problem_is_of_a_forward_one(self):
-        beside = {"alibi": hattn.ALIBI_PER_BATCH, "block_mask": 3, "block_mask_most_partial": 1}
+        beside = {"alibi": hattn.ALIBI_PER_BATCH, "block_mask": 3, "block_mask_most_partial": 1, "bias": 3, "bias_dims": 5}
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5, softcap=50.0, sm_margin=8, **beside).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual(
-            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (176, hattn.ABI_VERSION, 1, 0)
+            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (184, hattn.ABI_VERSION, 1, 0)
         )
         for name, _ in hattn.BackwardProblem._fields_:
-            if name not in ("struct_size", "d_lse", "d_sinks", "deterministic", "reserved"):
+            if name not in ("struct_size", "d_lse", "d_sinks", "d_bias", "deterministic"):
                 self.assertEqual(getattr(made, name), getattr(forward, name), name)
 
     def test_misspelt_fields_are_refused(self):

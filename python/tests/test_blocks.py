@@ -263,7 +263,7 @@ class Torch(unittest.TestCase):
         negative = lists._replace(counts=lists.counts - 5)
         for kind, words, options in (
             (ValueError, "block_mask: given, and so is attn_mask", {"attn_mask": kept, "block_mask": lists}),
-            (TypeError, "attn_mask: torch.float32", {"attn_mask": kept.float()}),
+            (TypeError, "attn_mask: torch.int32", {"attn_mask": kept.int()}),
             (TypeError, "attn_mask: list", {"attn_mask": [True]}),
             (ValueError, r"attn_mask: shape \[3, 300, 300\]", {"attn_mask": kept.expand(3, 300, 300)}),
             (ValueError, r"attn_mask: shape \[300, 299\]", {"attn_mask": kept[:, 1:]}),

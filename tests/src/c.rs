@@ -5,8 +5,8 @@ use std::fmt;
 use std::ptr::null;
 
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, BlockMask, Corner, DType, ForwardProblem, Layout, Mask, Quantizer, Scaling,
-    Slot,
+    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, ForwardProblem, Layout, Mask, Quantizer,
+    Scaling, Slot,
 };
 use hopper_attention_capi::*;
 
@@ -51,6 +51,16 @@ fn block_mask(mask: BlockMask) -> hattn_block_mask {
         (mask.is_per_batch(), HATTN_BLOCK_MASK_PER_BATCH),
         (mask.is_per_head(), HATTN_BLOCK_MASK_PER_HEAD),
         (mask.has_full_blocks(), HATTN_BLOCK_MASK_FULL_BLOCKS),
+    ];
+    flags.into_iter().filter(|&(has, _)| has).map(|(_, flag)| flag).sum()
+}
+
+/// The dimensions of a bias in C's words.
+fn bias_dims(bias: Bias) -> hattn_bias_dims {
+    let flags = [
+        (bias.is_per_batch(), HATTN_BIAS_PER_BATCH),
+        (bias.is_per_head(), HATTN_BIAS_PER_HEAD),
+        (bias.is_per_query(), HATTN_BIAS_PER_QUERY),
     ];
     flags.into_iter().filter(|&(has, _)| has).map(|(_, flag)| flag).sum()
 }
@@ -118,6 +128,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         max_logits: i32::from(problem.wants_max_logits()),
         block_mask: problem.block_mask().map_or(HATTN_BLOCK_MASK_NONE, block_mask),
         block_mask_most_partial: problem.block_mask().map_or(0, |mask| mask.most_partial() as i32),
+        bias: problem.bias().map_or(0, |bias| dtype(bias.dtype())),
+        bias_dims: problem.bias().map_or(0, bias_dims),
     }
 }
 
@@ -153,9 +165,11 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         fill_gaps: forward.fill_gaps,
         softcap: forward.softcap,
         alibi: forward.alibi,
-        reserved: 0,
+        d_bias: i32::from(problem.wants_d_bias()),
         block_mask: forward.block_mask,
         block_mask_most_partial: forward.block_mask_most_partial,
+        bias: forward.bias,
+        bias_dims: forward.bias_dims,
         sinks: forward.sinks,
         d_sinks: i32::from(problem.wants_d_sinks()),
     }
@@ -193,6 +207,7 @@ pub struct Memory {
     pub sinks: Option<hattn_tensor>,
     pub alibi_slopes: Option<hattn_tensor>,
     pub max_logits: Option<hattn_tensor>,
+    pub bias: Option<hattn_tensor>,
     pub blocks: Option<BlocksMemory>,
     pub workspace: u64,
     pub workspace_bytes: usize,
@@ -214,6 +229,7 @@ pub struct BackwardMemory {
     pub d_v: hattn_tensor,
     pub sinks: Option<[hattn_tensor; 2]>,
     pub alibi_slopes: Option<hattn_tensor>,
+    pub bias: Option<[hattn_tensor; 2]>,
     pub blocks: Option<BlocksMemory>,
     pub workspace: u64,
     pub workspace_bytes: usize,
@@ -379,6 +395,7 @@ impl Memory {
             sinks: address(self.sinks.as_ref()),
             alibi_slopes: address(self.alibi_slopes.as_ref()),
             max_logits: address(self.max_logits.as_ref()),
+            bias: address(self.bias.as_ref()),
             mask_block_cnt,
             mask_block_idx,
             mask_bits,
@@ -503,6 +520,8 @@ impl Plan<hattn_backward_problem> {
             sinks: address(memory.sinks.as_ref().map(|[sinks, _]| sinks)),
             d_sinks: address(memory.sinks.as_ref().map(|[_, d_sinks]| d_sinks)),
             alibi_slopes: address(memory.alibi_slopes.as_ref()),
+            bias: address(memory.bias.as_ref().map(|[bias, _]| bias)),
+            dbias: address(memory.bias.as_ref().map(|[_, d_bias]| d_bias)),
             mask_block_cnt,
             mask_block_idx,
             mask_bits,

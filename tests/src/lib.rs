@@ -7,6 +7,7 @@ pub mod accuracy;
 pub mod alibi;
 pub mod allocations;
 pub mod backward;
+pub mod bias;
 pub mod blocks;
 pub mod c;
 pub mod edges;

@@ -143,5 +143,5 @@ pub fn computed(
             add(d_v.row_mut(batch, key, of_kv), p, d_o_row);
         }
     }
-    (o, lse, BackwardPlain { d_q, d_k, d_v, d_sinks: vec![] })
+    (o, lse, BackwardPlain { d_q, d_k, d_v, d_sinks: vec![], d_bias: vec![] })
 }

@@ -7,6 +7,7 @@ use hopper_attention::{Corner, DType, Device, Dims, ForwardProblem, Layout, Mask
 use hopper_attention_capi::*;
 use hopper_attention_tests::alibi::{self, AlibiImage};
 use hopper_attention_tests::backward;
+use hopper_attention_tests::bias::{self, BiasImage};
 use hopper_attention_tests::blocks::{self, BlocksImage};
 use hopper_attention_tests::c::{
     BackwardMemory, BlocksMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor,
@@ -36,10 +37,15 @@ fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory
         sinks: prepared.sinks.as_ref().map(sinks_input),
         alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
         max_logits: outputs.max_logits.as_mut().map(|logits| output(logits, DType::F32)),
+        bias: prepared.bias.as_ref().map(bias_input),
         blocks: prepared.blocks.as_ref().map(blocks_input),
         workspace: 0,
         workspace_bytes: 0,
     }
+}
+
+fn bias_input(bias: &BiasImage) -> hattn_tensor {
+    tensor(bias.address() as u64, bias.dtype(), HATTN_CPU, bias.layout())
 }
 
 /// Slopes that all batches share are one-dimensional.
@@ -113,10 +119,63 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
             [sinks_input(sinks), tensor(d_sinks.inner_mut().as_mut_ptr() as u64, DType::F32, HATTN_CPU, layout)]
         }),
         alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
+        bias: prepared.bias.as_ref().zip(outputs.d_bias.as_mut()).map(|(bias, d_bias)| {
+            let (dtype, layout) = (d_bias.dtype(), d_bias.layout());
+            [bias_input(bias), tensor(d_bias.address_mut() as u64, dtype, HATTN_CPU, layout)]
+        }),
         blocks: prepared.blocks.as_ref().map(blocks_input),
         workspace: 0,
         workspace_bytes: 0,
     }
+}
+
+#[test]
+fn biases_through_c_keep_the_tolerance() {
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+    for case in bias::cases(Grid::from_env()).iter().step_by(97) {
+        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
+        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
+    }
+    runner.finish();
+}
+
+#[test]
+fn biases_are_refused_by_name_through_c() {
+    let case = Case::new(5, 7, 8, Mask::Full).bias("f16:hq".parse().unwrap());
+    let given = problem(&case.problem(DType::F32));
+    assert_eq!((given.bias, given.bias_dims), (HATTN_F16, HATTN_BIAS_PER_HEAD | HATTN_BIAS_PER_QUERY));
+    let refused = |edit: &dyn Fn(&mut hattn_forward_problem)| {
+        let mut wrong = given;
+        edit(&mut wrong);
+        Plan::new(&wrong, HATTN_CPU).unwrap_err().1
+    };
+    let text = "bias: 4; allowed: 0 (none), HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3)";
+    assert_eq!(refused(&|p| p.bias = HATTN_E4M3), text);
+    for edit in [|p: &mut hattn_forward_problem| p.bias_dims = 8, |p: &mut hattn_forward_problem| p.bias = 0] {
+        let text = refused(&edit);
+        assert!(text.starts_with("bias_dims: ") && text.contains("HATTN_BIAS_PER_QUERY (4)"), "{text}");
+    }
+    assert!(refused(&|p| (p.dtype, p.output) = (HATTN_E4M3, 0)).contains("a bias with e4m3 operands"));
+    assert!(refused(&|p| p.cu_seqlens_q = 1).contains("a bias with packed sequences or used lengths"));
+    let prepared = Prepared::<f32>::new(&case);
+    let mut outputs = prepared.outputs();
+    let without = Memory { bias: None, ..memory(&prepared, &mut outputs) };
+    // SAFETY: as above.
+    let (_, text) = unsafe { Plan::new(&given, HATTN_CPU).unwrap().run(&without, null_mut()) }.unwrap_err();
+    assert!(text.contains("bias: missing"), "{text}");
+    let of_gradients = backward::Prepared::<f32>::new(&case);
+    let mut outputs = of_gradients.outputs();
+    let mut plain = backward_problem(&of_gradients.problem);
+    plain.d_bias = 0;
+    let all = backward_memory(&of_gradients, &mut outputs);
+    // SAFETY: as above.
+    let (_, text) = unsafe { Plan::new(&plain, HATTN_CPU).unwrap().run(&all, null_mut()) }.unwrap_err();
+    assert!(text.contains("dbias: given"), "{text}");
+    let mut wrong = backward_problem(&of_gradients.problem);
+    (wrong.bias, wrong.bias_dims) = (0, 0);
+    assert!(Plan::new(&wrong, HATTN_CPU).unwrap_err().1.contains("d_bias: asked for"));
+    wrong.d_bias = 2;
+    assert!(Plan::new(&wrong, HATTN_CPU).unwrap_err().1.contains("d_bias: 2"));
 }
 
 #[test]
@@ -255,10 +314,6 @@ fn slopes_and_maximum_logits_are_refused_by_name_through_c() {
     assert!(text.contains("alibi_slopes: missing"), "{text}");
     let text = run(Memory { max_logits: None, ..all });
     assert!(text.contains("max_logits: missing"), "{text}");
-    let mut of_gradients = backward_problem(&backward::Prepared::<f32>::new(&case).problem);
-    of_gradients.reserved = 1;
-    let (_, text) = Plan::new(&of_gradients, HATTN_CPU).unwrap_err();
-    assert!(text.contains("reserved 0x1"), "{text}");
 }
 
 #[test]
@@ -309,6 +364,7 @@ fn two_threads_fill_two_heads_of_one_tensor() {
             sinks: None,
             alibi_slopes: None,
             max_logits: None,
+            bias: None,
             blocks: None,
             workspace: 0,
             workspace_bytes: 0,

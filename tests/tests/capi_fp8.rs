@@ -88,6 +88,7 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
         sinks: None,
         alibi_slopes: None,
         max_logits: None,
+        bias: None,
         blocks: None,
         workspace: 0,
         workspace_bytes: 0,

@@ -133,6 +133,30 @@ class BlockMask {
   std::int32_t most_partial_;
 };
 
+// The form of an additive bias: its type, F32, BF16 or F16, and which dimensions it has beside the keys. A dimension that it has not
+// is 1, and shared. Setters return the form, so that they can be chained.
+class Bias {
+ public:
+  explicit constexpr Bias(DType dtype) noexcept : dtype_(dtype) {}
+
+  // Whether each batch entry, each query head, and each query has a bias of its own.
+  constexpr Bias& per_batch(bool own) noexcept { return set(HATTN_BIAS_PER_BATCH, own); }
+  constexpr Bias& per_head(bool own) noexcept { return set(HATTN_BIAS_PER_HEAD, own); }
+  constexpr Bias& per_query(bool own) noexcept { return set(HATTN_BIAS_PER_QUERY, own); }
+
+  constexpr DType dtype() const noexcept { return dtype_; }
+  constexpr hattn_bias_dims dims() const noexcept { return dims_; }
+
+ private:
+  constexpr Bias& set(hattn_bias_dims flag, bool on) noexcept {
+    dims_ = on ? dims_ | flag : dims_ & ~flag;
+    return *this;
+  }
+
+  DType dtype_;
+  hattn_bias_dims dims_ = 0;
+};
+
 // No bound on this side of a window.
 inline constexpr std::int64_t kUnbounded = HATTN_UNBOUNDED;
 
@@ -265,6 +289,12 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.block_mask, lists.flags()).set(problem_.block_mask_most_partial, lists.most_partial());
   }
 
+  // An additive bias of the scores, after the cap and before the mask. -inf hides a pair as a mask does. The argument bias of a run has
+  // it. For other operands than E4M3, and not for packed sequences or used lengths. GPUs have no kernels for it yet.
+  constexpr ForwardProblem& bias(const Bias& form) noexcept {
+    return set(problem_.bias, form.dtype()).set(problem_.bias_dims, form.dims());
+  }
+
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
@@ -344,6 +374,8 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.alibi = of.alibi;
     problem_.block_mask = of.block_mask;
     problem_.block_mask_most_partial = of.block_mask_most_partial;
+    problem_.bias = of.bias;
+    problem_.bias_dims = of.bias_dims;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
     problem_.cu_seqlens_q = of.cu_seqlens_q;
@@ -362,6 +394,9 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
   // Whether the gradient of the attention sinks is an output: F32, [heads_q]. The sinks are an input then. For a
   // forward problem with sinks() only.
   constexpr BackwardProblem& d_sinks(bool wanted) noexcept { return set(problem_.d_sinks, wanted); }
+
+  // Whether the gradient of the bias is an output, of its shape and type. For a forward problem with bias() only.
+  constexpr BackwardProblem& d_bias(bool wanted) noexcept { return set(problem_.d_bias, wanted); }
 
   // Whether the same inputs, plan and device always give the same bits. This may cost time on a GPU.
   constexpr BackwardProblem& deterministic(bool wanted) noexcept { return set(problem_.deterministic, wanted); }
@@ -400,6 +435,7 @@ struct ForwardArgs {
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{};
   // Of full blocks: as the first two. Given exactly if the block mask has full_blocks(true).
   std::optional<ConstTensorView> full_block_cnt{}, full_block_idx{};
+  std::optional<ConstTensorView> bias{};  // [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]; given exactly with bias()
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -423,6 +459,8 @@ struct BackwardArgs {
   std::optional<ConstTensorView> alibi_slopes{};  // as in ForwardArgs
   // The lists of a block_mask(), as in ForwardArgs.
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{}, full_block_cnt{}, full_block_idx{};
+  std::optional<ConstTensorView> bias{};  // as in ForwardArgs
+  std::optional<TensorView> dbias{};      // as bias; given exactly if the problem has d_bias(true)
 };
 
 namespace detail {
@@ -448,6 +486,7 @@ C c_args(const Args& args) noexcept {
   c.mask_bits = c_tensor(args.mask_bits);
   c.full_block_cnt = c_tensor(args.full_block_cnt);
   c.full_block_idx = c_tensor(args.full_block_idx);
+  c.bias = c_tensor(args.bias);
   return c;
 }
 
@@ -624,6 +663,7 @@ class BackwardPlan : public detail::Plan<BackwardPlan, BackwardProblem, Backward
     c.seqused_kv = detail::c_tensor(args.seqused_kv);
     c.sinks = detail::c_tensor(args.sinks);
     c.d_sinks = detail::c_tensor(args.d_sinks);
+    c.dbias = detail::c_tensor(args.dbias);
     return detail::from_library(hattn_backward_run(get(), &c, stream));
   }
 };

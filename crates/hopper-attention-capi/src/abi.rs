@@ -91,6 +91,15 @@ pub const HATTN_BLOCK_MASK_PER_HEAD: hattn_block_mask = 4;
 /// There are lists of full blocks. Without this flag all listed blocks are partial.
 pub const HATTN_BLOCK_MASK_FULL_BLOCKS: hattn_block_mask = 8;
 
+/// Which dimensions an additive bias has, as flags: [B, H, Q, seqlen_kv]. Without a flag the dimension is 1, and shared.
+pub type hattn_bias_dims = i32;
+/// Each batch entry has a bias of its own: B is batch.
+pub const HATTN_BIAS_PER_BATCH: hattn_bias_dims = 1;
+/// Each query head has a bias of its own: H is heads_q.
+pub const HATTN_BIAS_PER_HEAD: hattn_bias_dims = 2;
+/// Each query has a bias of its own: Q is seqlen_q.
+pub const HATTN_BIAS_PER_QUERY: hattn_bias_dims = 4;
+
 /// The instruction set of the kernels that compute a problem: HATTN_ARCH_OWN, HATTN_ARCH_SM80 or HATTN_ARCH_SM90.
 pub type hattn_arch = i32;
 /// Use the newest instruction set of the GPU (default). On the CPU no other value is allowed.
@@ -216,12 +225,17 @@ pub struct hattn_forward_problem {
     /// The log-sum-exp has the whole bias in it. There is no gradient of the slopes.
     pub alibi: hattn_alibi,
     /// 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
-    /// enters the softmax: with scale, softcap and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
+    /// enters the softmax: with scale, softcap, bias and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
     pub max_logits: i32,
     /// Lists of blocks beside the mask. 0: none. Not for HATTN_E4M3, packed sequences or used lengths.
     pub block_mask: hattn_block_mask,
     /// The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
     pub block_mask_most_partial: i32,
+    /// Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
+    /// softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3, packed sequences or used lengths. On a GPU not yet.
+    pub bias: hattn_dtype,
+    /// Which dimensions the bias has beside the keys. 0 without a bias.
+    pub bias_dims: hattn_bias_dims,
 }
 
 impl hattn_forward_problem {
@@ -281,10 +295,12 @@ pub struct hattn_backward_problem {
     /// 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
     pub d_sinks: i32,
     pub alibi: hattn_alibi,
-    /// Must be 0.
-    pub reserved: i32,
+    /// 1: the gradient of the bias is an output, of its shape and type. 0: it is not. Must be 0 without a bias.
+    pub d_bias: i32,
     pub block_mask: hattn_block_mask,
     pub block_mask_most_partial: i32,
+    pub bias: hattn_dtype,
+    pub bias_dims: hattn_bias_dims,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -410,6 +426,8 @@ pub struct hattn_forward_args {
     pub mask_bits: *const hattn_tensor,
     pub full_block_cnt: *const hattn_tensor,
     pub full_block_idx: *const hattn_tensor,
+    /// The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says. Given exactly if the problem's bias is not 0.
+    pub bias: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -438,6 +456,7 @@ impl hattn_forward_args {
             (Slot::MaskBits, self.mask_bits),
             (Slot::FullBlockCnt, self.full_block_cnt),
             (Slot::FullBlockIdx, self.full_block_idx),
+            (Slot::Bias, self.bias),
         ]
     }
 }
@@ -485,6 +504,9 @@ pub struct hattn_backward_args {
     pub mask_bits: *const hattn_tensor,
     pub full_block_cnt: *const hattn_tensor,
     pub full_block_idx: *const hattn_tensor,
+    /// The additive bias, as in hattn_forward_args, and its gradient, overwritten: given exactly if the problem's d_bias is 1.
+    pub bias: *const hattn_tensor,
+    pub dbias: *const hattn_tensor,
 }
 
 impl hattn_backward_args {
@@ -513,6 +535,8 @@ impl hattn_backward_args {
             (Slot::MaskBits, self.mask_bits),
             (Slot::FullBlockCnt, self.full_block_cnt),
             (Slot::FullBlockIdx, self.full_block_idx),
+            (Slot::Bias, self.bias),
+            (Slot::DBias, self.dbias),
         ]
     }
 }
@@ -660,7 +684,7 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 184 bytes {
+    hattn_forward_problem: 104 to 192 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
@@ -668,16 +692,16 @@ layouts! {
         sm_margin 120, fill_gaps 124,
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
         sinks 160, softcap 164, alibi 168, max_logits 172,
-        block_mask 176, block_mask_most_partial 180,
+        block_mask 176, block_mask_most_partial 180, bias 184, bias_dims 188,
     }
-    hattn_backward_problem: 104 to 176 bytes {
+    hattn_backward_problem: 104 to 184 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
-        fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, reserved 164,
-        block_mask 168, block_mask_most_partial 172,
+        fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, d_bias 164,
+        block_mask 168, block_mask_most_partial 172, bias 176, bias_dims 180,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -685,19 +709,21 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 200 bytes {
+    hattn_forward_args: 64 to 208 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136,
         alibi_slopes 144, max_logits 152,
         mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
+        bias 200,
     }
-    hattn_backward_args: 104 to 200 bytes {
+    hattn_backward_args: 104 to 216 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136, d_sinks 144,
         alibi_slopes 152,
         mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
+        bias 200, dbias 208,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,

@@ -30,8 +30,7 @@ pass! {
     /// It uses contexts as hattn_forward_plan_create does. hattn_backward_plan_destroy frees the plan.
     ///
     /// # Safety
-    /// - `problem` is as for hattn_backward_supported.
-    /// - `plan` is null, or can be written.
+    /// `problem` is as for hattn_backward_supported. `plan` is null, or can be written.
     fn hattn_backward_plan_create;
 
     /// Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
@@ -50,8 +49,7 @@ pass! {
     /// the workspace holds the sums of dQ in single precision.
     ///
     /// # Safety
-    /// - `plan` is null or live.
-    /// - `bytes` is null, or can be written.
+    /// `plan` is null or live. `bytes` is null, or can be written.
     fn hattn_backward_plan_workspace_size;
 
     /// Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are

@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use arrayvec::ArrayVec;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, BlockMask, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask, Operand,
-    Operands, Quantizer, Scaling, Slot,
+    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask,
+    Operand, Operands, Quantizer, Scaling, Slot,
 };
 
 use crate::abi::*;
@@ -75,7 +75,7 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
             return Err(Failure::argument("alibi", other, allowed));
         }
     };
-    problem = problem.block_mask(block_mask(given)?);
+    problem = problem.block_mask(block_mask(given)?).bias(bias(given)?);
     if given.output != 0 {
         let refuse = || match dtype {
             DType::E4M3 => {
@@ -105,6 +105,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
     let d_lse = flag("d_lse", given.d_lse, "given")?;
     let deterministic = flag("deterministic", given.deterministic, "wanted")?;
     let d_sinks = flag("d_sinks", given.d_sinks, "wanted")?;
+    let d_bias = flag("d_bias", given.d_bias, "wanted")?;
     let forward = hattn_forward_problem {
         struct_size: given.struct_size,
         abi_version: given.abi_version,
@@ -136,10 +137,13 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         alibi: given.alibi,
         block_mask: given.block_mask,
         block_mask_most_partial: given.block_mask_most_partial,
+        bias: given.bias,
+        bias_dims: given.bias_dims,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;
-    Ok(BackwardProblem::builder(&forward).d_lse(d_lse).d_sinks(d_sinks).deterministic(deterministic).build()?)
+    let options = BackwardProblem::builder(&forward).d_lse(d_lse).d_sinks(d_sinks).d_bias(d_bias);
+    Ok(options.deterministic(deterministic).build()?)
 }
 
 fn flag(what: &str, given: i32, yes: &str) -> Outcome<bool> {
@@ -219,6 +223,24 @@ fn block_mask(given: &hattn_forward_problem) -> Outcome<Option<BlockMask>> {
             Err(Failure::argument("block_mask", other, allowed))
         }
     }
+}
+
+/// The form of the additive bias. `None` where there is none.
+fn bias(given: &hattn_forward_problem) -> Outcome<Option<Bias>> {
+    const ALL: hattn_bias_dims = HATTN_BIAS_PER_BATCH | HATTN_BIAS_PER_HEAD | HATTN_BIAS_PER_QUERY;
+    let has = |flag| given.bias_dims & flag != 0;
+    if given.bias_dims & !ALL != 0 || (given.bias == 0 && given.bias_dims != 0) {
+        let allowed = "0, or with a bias any sum of HATTN_BIAS_PER_BATCH (1), HATTN_BIAS_PER_HEAD (2) and HATTN_BIAS_PER_QUERY (4)";
+        return Err(Failure::argument("bias_dims", given.bias_dims, allowed));
+    }
+    if given.bias == 0 {
+        return Ok(None);
+    }
+    let dtype = operand_type(given.bias).filter(|dtype| *dtype != DType::E4M3);
+    let allowed = "0 (none), HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3)";
+    let form = Bias::new(dtype.ok_or_else(|| Failure::argument("bias", given.bias, allowed))?);
+    let form = form.per_batch(has(HATTN_BIAS_PER_BATCH)).per_head(has(HATTN_BIAS_PER_HEAD));
+    Ok(Some(form.per_query(has(HATTN_BIAS_PER_QUERY))))
 }
 
 fn arch(given: hattn_arch) -> Outcome<Option<Arch>> {

@@ -40,8 +40,7 @@ pass! {
     /// was. hattn_forward_plan_destroy frees the plan.
     ///
     /// # Safety
-    /// - `problem` is null, or points to a struct of the size that the struct says.
-    /// - `plan` is null, or can be written.
+    /// `problem` is null, or points to a struct of the size that the struct says. `plan` is null, or can be written.
     fn hattn_forward_plan_create;
 
     also {
@@ -51,8 +50,7 @@ pass! {
         /// destroyed after the call.
         ///
         /// # Safety
-        /// - `problem` and `plan` are as for hattn_forward_plan_create.
-        /// - `tuning` is null or live.
+        /// `problem` and `plan` are as for hattn_forward_plan_create. `tuning` is null or live.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn hattn_forward_plan_create_tuned(
             problem: *const hattn_forward_problem,
@@ -79,16 +77,13 @@ pass! {
     /// `text`, with a final 0. `text` may be null if `capacity` is 0. `length` may be null.
     ///
     /// # Safety
-    /// - `plan` is null or live.
-    /// - `text` is null, or `capacity` bytes of it can be written.
-    /// - `length` is null, or can be written.
+    /// `plan` is null or live. `capacity` bytes of `text` and all of `length` can be written, unless they are null.
     fn hattn_forward_plan_describe;
 
     /// Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is often 0.
     ///
     /// # Safety
-    /// - `plan` is null or live.
-    /// - `bytes` is null, or can be written.
+    /// `plan` is null or live. `bytes` is null, or can be written.
     fn hattn_forward_plan_workspace_size;
 
     /// Computes the plan's problem.

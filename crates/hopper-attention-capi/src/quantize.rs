@@ -33,8 +33,7 @@ pass! {
     /// It uses contexts as hattn_forward_plan_create does. hattn_quantize_plan_destroy frees the plan.
     ///
     /// # Safety
-    /// - `problem` is as for hattn_quantize_supported.
-    /// - `plan` is null, or can be written.
+    /// `problem` is as for hattn_quantize_supported. `plan` is null, or can be written.
     fn hattn_quantize_plan_create;
 
     /// Frees a plan. `plan` may be null. Work that was enqueued with the plan still completes.
@@ -52,8 +51,7 @@ pass! {
     /// Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is 0 on the CPU.
     ///
     /// # Safety
-    /// - `plan` is null or live.
-    /// - `bytes` is null, or can be written.
+    /// `plan` is null or live. `bytes` is null, or can be written.
     fn hattn_quantize_plan_workspace_size;
 
     /// Quantises the given tensors. Checks, streams and lifetimes are those of hattn_forward_run. A forward pass on the same

@@ -29,8 +29,7 @@ impl Handle for hattn_tuning {
 /// the tuning.
 ///
 /// # Safety
-/// - `text` is null, or `length` bytes of it can be read.
-/// - `tuning` is null, or can be written.
+/// `text` is null, or `length` bytes of it can be read. `tuning` is null, or can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hattn_tuning_create(
     text: *const c_char,

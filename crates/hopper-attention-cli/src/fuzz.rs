@@ -131,6 +131,7 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
     };
     fuzz = args.alibi.into_iter().fold(fuzz, Fuzz::alibi);
     fuzz = args.block_mask.into_iter().fold(fuzz, Fuzz::blocks);
+    fuzz = args.bias.into_iter().fold(fuzz, Fuzz::bias);
     if args.max_logits {
         fuzz = fuzz.max_logits(true);
     }

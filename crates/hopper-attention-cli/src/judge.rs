@@ -2,7 +2,9 @@
 
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
-use hopper_attention::reference::{BackwardExpected, Expected, Modifiers, Tensor, forward_with as oracle};
+use hopper_attention::reference::{
+    BackwardExpected, BackwardPlain, Expected, Modifiers, Tensor, forward_with as oracle,
+};
 use hopper_attention::{BackwardProblem, ForwardProblem, Layout, SequenceRows, Slot};
 
 use crate::args::FileLayout;
@@ -18,8 +20,8 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let [q, k, v] = real(problem, layout, tensors)?;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
-        let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref(), blocks: lists(tensors) };
+        let read = Read::of(tensors)?;
+        let modifiers = read.modifiers(tensors);
         let expected = Expected::with(problem, &lengths(tensors), [&q, &k, &v], modifiers, 1.0, Some(told))?;
         anyhow::Ok(match list(tensors, Slot::MaxLogits)? {
             Some(max_logits) => expected.check_with(&o, Some(&lse), &max_logits)?,
@@ -36,8 +38,8 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
     let error = report::busy("comparing with the f64 oracle on the input", || {
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
-        let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref(), blocks: lists(tensors) };
+        let read = Read::of(tensors)?;
+        let modifiers = read.modifiers(tensors);
         let exact = oracle(problem, &lengths(tensors), [&q, &k, &v], modifiers)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
@@ -61,22 +63,42 @@ pub fn judge_gradients(
         let d_lse = tensors.get(&Slot::DLse).map(Values::wide).transpose()?;
         let inputs = [&q, &k, &v, &d_o];
         let lengths = lengths(tensors);
-        let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref(), blocks: lists(tensors) };
+        let read = Read::of(tensors)?;
+        let modifiers = read.modifiers(tensors);
         let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
         let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
         let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;
         let d_v = wide(tensors, Slot::DV, layout, problem.d_v_shape())?;
-        anyhow::Ok(match problem.wants_d_sinks() {
-            true => expected.check_with(&d_q, &d_k, &d_v, &tensor(tensors, Slot::DSinks)?.wide()?)?,
-            false => expected.check(&d_q, &d_k, &d_v)?,
-        })
+        let written = |slot| anyhow::Ok(list(tensors, slot)?.unwrap_or_default());
+        let (d_sinks, d_bias) = (written(Slot::DSinks)?, written(Slot::DBias)?);
+        anyhow::Ok(expected.check_all(&BackwardPlain { d_q, d_k, d_v, d_sinks, d_bias })?)
     })?;
-    let of_sinks = report.d_sinks.map(|d_sinks| ("d_sinks", d_sinks));
-    Ok([("d_q", report.d_q), ("d_k", report.d_k), ("d_v", report.d_v)].into_iter().chain(of_sinks).collect())
+    let others = [("d_sinks", report.d_sinks), ("dbias", report.d_bias)];
+    let others = others.into_iter().filter_map(|(name, figures)| Some((name, figures?)));
+    Ok([("d_q", report.d_q), ("d_k", report.d_k), ("d_v", report.d_v)].into_iter().chain(others).collect())
 }
 
-/// Numbers of heads, such as the attention sinks, where there are any.
+/// What changes the softmax, as the oracle reads it.
+struct Read {
+    sinks: Option<Vec<f64>>,
+    slopes: Option<Vec<f64>>,
+    bias: Option<Vec<f64>>,
+}
+
+impl Read {
+    fn of(tensors: &Tensors) -> Result<Self> {
+        let [sinks, slopes, bias] = [Slot::Sinks, Slot::AlibiSlopes, Slot::Bias].map(|slot| list(tensors, slot));
+        Ok(Self { sinks: sinks?, slopes: slopes?, bias: bias? })
+    }
+
+    fn modifiers<'a>(&'a self, tensors: &'a Tensors) -> Modifiers<'a> {
+        let Self { sinks, slopes, bias } = self;
+        let (sinks, alibi_slopes, bias) = (sinks.as_deref(), slopes.as_deref(), bias.as_deref());
+        Modifiers { sinks, alibi_slopes, bias, blocks: lists(tensors) }
+    }
+}
+
+/// Numbers in the order of memory, such as the attention sinks, where there are any.
 fn list(tensors: &Tensors, slot: Slot) -> Result<Option<Vec<f64>>> {
     tensors.get(&slot).map(Values::wide).transpose()
 }

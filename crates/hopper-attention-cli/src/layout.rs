@@ -1,6 +1,6 @@
 //! How a tensor of the file lies: its shape there, and its strides in logical order.
 
-use hopper_attention::{Layout, Operand};
+use hopper_attention::{Layout, Operand, Slot};
 
 use crate::args::FileLayout;
 use crate::blocks::is_list;
@@ -29,9 +29,9 @@ pub fn strided(layout: FileLayout, logical_shape: [usize; 4]) -> hopper_attentio
 }
 
 /// Whether an operand has the file's order of dimensions and the file's element type, as those of four dimensions do, and of
-/// three where sequences are packed. Others are contiguous, and of the type that the library lists.
+/// three where sequences are packed. Others (also a bias and its gradient) are contiguous, and of the type that the library lists.
 pub fn is_in_files_order(operand: &Operand) -> bool {
-    operand.slot().rank() == 4 && !is_list(operand.slot())
+    operand.slot().rank() == 4 && !is_list(operand.slot()) && !matches!(operand.slot(), Slot::Bias | Slot::DBias)
 }
 
 /// An operand's shape in the file.

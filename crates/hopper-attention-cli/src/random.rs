@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
-use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Operand, Slot};
+use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask, Operand, Slot};
 use hopper_attention_verify::alibi::standard;
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
 use hopper_attention_verify::packing::{Kind, Packing};
@@ -19,8 +19,8 @@ use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::values::Values;
 
-/// Writes q, k and v, and d_o, d_lse, sinks, ALiBi slopes and lists of blocks where they are wanted. Each element but those of
-/// slopes and lists is from the normal distribution with mean 0 and deviation 1. A class of inputs changes q and k.
+/// Writes q, k and v, and d_o, d_lse, sinks, ALiBi slopes, a bias and lists of blocks where they are wanted. Each element but those of
+/// slopes, the bias and lists is from the normal distribution with mean 0 and deviation 1. A class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
     let packed = args.packed || args.layout == FileLayout::Thd;
     let layout = if packed { FileLayout::Thd } else { args.layout };
@@ -33,6 +33,8 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let options = if args.sinks { options.sinks(DType::F32) } else { options };
     let lists = args.block_mask.as_ref().map(|kind| Lists::new(kind, dims, args.seed)).transpose()?.flatten();
     let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(Lists::form));
+    let options = options.bias(args.bias.option());
+    let biases = args.bias.image(dims, Mask::Full, args.seed).map(|biases| biases.values());
     let problem = options.build()?;
     let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
@@ -56,6 +58,10 @@ pub fn random(args: &RandomArgs) -> Result<()> {
             }
             if operand.slot() == Slot::AlibiSlopes {
                 values.fill(standard(args.heads_q).map(|slope| slope as f32));
+                return Ok(values);
+            }
+            if let (Slot::Bias, Some(biases)) = (operand.slot(), &biases) {
+                values.fill(biases.iter().map(|&bias| bias as f32));
                 return Ok(values);
             }
             let numbers = StandardNormal.sample_iter(&mut rng);

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::{
-    Access, AlibiSlopes, BackwardPlan, BackwardProblem, DType, Device, Dims, ForwardPlan, ForwardProblem, Operand,
-    Presence, QuantizePlan, Quantizer, Slot, Tuning,
+    Access, AlibiSlopes, BackwardPlan, BackwardProblem, Bias, DType, Device, Dims, ForwardPlan, ForwardProblem,
+    Operand, Presence, QuantizePlan, Quantizer, Slot, Tuning,
 };
 
 use hopper_attention_verify::alibi::standard;
@@ -133,6 +133,7 @@ impl Request {
             options = options.sinks(input.tensor(Slot::Sinks.name())?.0);
         }
         options = options.block_mask(blocks::form(&input).with_context(|| format!("input {name}"))?);
+        options = options.bias(bias(&input).with_context(|| format!("input {name}"))?);
         let problem = options.build().with_context(|| format!("input {name}"))?;
         let problem = with_optional_inputs(problem, &input);
         // A file has no memory that is not written.
@@ -143,7 +144,8 @@ impl Request {
         });
         let backward = args.backward.then(|| {
             let options = BackwardProblem::builder(&problem).deterministic(args.deterministic);
-            options.d_lse(input.has(Slot::DLse.name())).d_sinks(problem.sinks().is_some()).build()
+            let options = options.d_lse(input.has(Slot::DLse.name())).d_sinks(problem.sinks().is_some());
+            options.d_bias(problem.bias().is_some()).build()
         });
         let (quantizer, backward) = (quantizer.transpose()?, backward.transpose()?);
         let standard_slopes = args.alibi;
@@ -190,6 +192,19 @@ impl Request {
         };
         inputs.iter().map(one).collect()
     }
+}
+
+/// The form of the bias of a file, from the type and the shape of the tensor. `None` where it has none.
+fn bias(input: &TensorFile) -> Result<Option<Bias>> {
+    let name = Slot::Bias.name();
+    if !input.has(name) {
+        return Ok(None);
+    }
+    let (dtype, shape) = input.tensor(name)?;
+    let &[batch, heads, queries, _] = shape else {
+        bail!("tensor `{name}` has shape {shape:?}; allowed: {}", Slot::Bias.axes());
+    };
+    Ok(Some(Bias::new(dtype).per_batch(batch != 1).per_head(heads != 1).per_query(queries != 1)))
 }
 
 /// The number of packed sequences in a file: one less than there are offsets.

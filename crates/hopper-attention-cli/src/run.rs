@@ -91,7 +91,9 @@ fn execute(
             Some(_) => ", d_q, d_k and d_v as q, k and v",
             None => "",
         };
-        report::line("output", format!("{}: {}{beside}", path.display(), written.join(", ")));
+        let of_bias = backward.as_ref().is_some_and(BackwardProblem::wants_d_bias);
+        let of_bias = if of_bias { ", dbias as bias" } else { "" };
+        report::line("output", format!("{}: {}{beside}{of_bias}", path.display(), written.join(", ")));
     }
     if !check {
         return Ok(());

@@ -279,6 +279,59 @@ fn linear_biases_by_hand() {
     assert!(checked.contains("causal alibi") && checked.contains("passed"), "{checked}");
 }
 
+/// Two queries and two keys. A bias is added to the scores, and -inf hides a pair.
+#[test]
+fn a_bias_by_hand() {
+    let folder = Folder::new();
+    let of = |layout: &str, bias: &[f32], shape: &[usize; 4]| {
+        let tensors = [
+            ("q", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 0.0])),
+            ("k", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[3.0, 4.0])),
+            ("v", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 2.0])),
+            ("d_o", Dtype::F32, &[1, 2, 1, 1][..], bytes(&[1.0, 1.0])),
+            ("bias", Dtype::F32, &shape[..], bytes(bias)),
+        ];
+        folder.typed("qkv.safetensors", Some(layout), &tensors)
+    };
+    let output = folder.path("o.safetensors");
+    let hidden = f32::NEG_INFINITY;
+    let input = of("bshd", &[0.5, -1.0, hidden, 2.0], &[1, 1, 2, 2]);
+    let said = hattn_on("run --backward --device cpu --scale 1", &input, Some(&output)).fine();
+    assert!(said.contains("bias f32 per query") && said.contains("dbias as bias"), "{said}");
+    let written = Written::read(&output);
+    let lse = [(3.5_f32.exp() + 3.0_f32.exp()).ln(), 2.0];
+    assert!(written.lse.iter().zip(lse).all(|(got, want)| (got - want).abs() < 1e-5), "{:?}, {lse:?}", written.lse);
+    let (shape, d_bias) = &written.gradients["dbias"];
+    // The weights of query 0 times the distance of a value from their mean. Query 1 has one key.
+    let [a, b] = [(3.5 - lse[0]).exp(), (3.0 - lse[0]).exp()];
+    let mean = a + 2.0 * b;
+    let want = [a * (1.0 - mean), b * (2.0 - mean), 0.0, 0.0];
+    assert!(
+        shape == &[1, 1, 2, 2] && d_bias.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6),
+        "{d_bias:?}"
+    );
+    let shared = of("bshd", &[0.5, -1.0], &[1, 1, 1, 2]);
+    for input in [&input, &shared] {
+        let checked = hattn_on("check --backward --device cpu --max-logits", input, None).fine();
+        assert!(checked.contains("bias f32") && checked.contains("dbias") && checked.contains("passed"), "{checked}");
+    }
+    let wrong = of("bshd", &[0.5, -1.0, 0.0], &[1, 1, 1, 3]);
+    hattn_on("run --device cpu", &wrong, Some(&output))
+        .refused(&["tensor `bias` has shape [1, 1, 1, 3]; allowed: [1, 1, 1, 2]"]);
+    let input = of("bshd", &[0.5, -1.0], &[1, 1, 1, 2]);
+    hattn_on("run --device cpu --fp8 --dtype bf16", &input, Some(&output))
+        .refused(&["unsupported: a bias with e4m3 operands"]);
+    // `hattn random` writes one, whose dimensions do not follow the layout of the other tensors.
+    for (kind, layout) in [("f32:bhq:hidden", "bhsd"), ("bf16:h", "bshd"), ("f16", "bhsd")] {
+        let options = format!(
+            "--batch 2 --heads-q 4 --seqlen-q 40 --seqlen-kv 50 --head-dim 8 --layout {layout} --bias {kind} --backward"
+        );
+        let random = folder.random("random.safetensors", &options);
+        let checked = hattn_on("check --backward --device cpu --mask causal", &random, None).fine();
+        assert!(checked.contains("bias ") && checked.contains("passed"), "{checked}");
+    }
+}
+
 /// Queries of 130, keys of 200. The first block of queries has the second block of keys, the second a bit of the first.
 #[test]
 fn lists_of_blocks_by_hand() {

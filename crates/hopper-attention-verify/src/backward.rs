@@ -6,6 +6,7 @@ use hopper_attention::reference::{
 use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
+use crate::bias::BiasImage;
 use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
@@ -15,7 +16,7 @@ use crate::sinks::SinksImage;
 
 /// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the
 /// plain computation, so that a backward pass is judged by itself. The LSE has a gradient where the case asks for an LSE. The
-/// gradient of sinks is asked for where there are sinks.
+/// gradient of sinks is asked for where there are sinks, and that of a bias where there is one.
 #[derive(Clone, Debug)]
 pub struct Prepared<T> {
     /// The case.
@@ -40,6 +41,8 @@ pub struct Prepared<T> {
     pub sinks: Option<SinksImage>,
     /// The ALiBi slopes, where the case has any.
     pub alibi: Option<AlibiImage>,
+    /// The additive bias, where the case has one.
+    pub bias: Option<BiasImage>,
     /// The lists of blocks, where the case has any.
     pub blocks: Option<BlocksImage>,
     /// What must come out.
@@ -57,6 +60,8 @@ pub struct Outputs<T> {
     pub d_v: Image<T, 4>,
     /// The gradient of the sinks, where there are any.
     pub d_sinks: Option<Image<f32, 1>>,
+    /// The gradient of the bias, where there is one.
+    pub d_bias: Option<BiasImage>,
 }
 
 impl<T: Poison> Prepared<T> {
@@ -78,14 +83,17 @@ impl<T: Poison> Prepared<T> {
     fn made(case: &Case, blocks: Option<BlocksImage>, edit: impl Fn(Input, &mut Tensor)) -> Self {
         let forward = case.problem(T::DTYPE);
         let options = BackwardProblem::builder(&forward).d_lse(case.lse).d_sinks(!case.sinks.is_none());
-        let problem = options.build().expect("a type with gradients");
+        let problem = options.d_bias(!case.bias.is_none()).build().expect("a type with gradients");
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let sink_values = sinks.as_ref().map(SinksImage::values);
         let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
         let slopes = alibi.as_ref().map(AlibiImage::values);
+        let bias = case.biases();
+        let biases = bias.as_ref().map(BiasImage::values);
         let modifiers = Modifiers {
             sinks: sink_values.as_deref(),
             alibi_slopes: slopes.as_deref(),
+            bias: biases.as_deref(),
             blocks: blocks.as_ref().map(BlocksImage::borrowed),
         };
         let belonging = case.packing.belonging(&forward);
@@ -133,7 +141,7 @@ impl<T: Poison> Prepared<T> {
         let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false)).of_sequences(rows(0), 1);
         case.values.fill(&mut o);
         let lse = Image::holding(&plain.lse, numbers).of_sequences(rows(0), 2);
-        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks, alibi, blocks }
+        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks, alibi, bias, blocks }
     }
 
     /// Outputs that were not written yet.
@@ -151,6 +159,7 @@ impl<T: Poison> Prepared<T> {
                 .sinks
                 .as_ref()
                 .map(|_| Image::poisoned(Layout::contiguous([self.case.dims.heads_q]).expect("a short list"))),
+            d_bias: self.case.bias.gradient(self.case.dims, self.case.seed),
         }
     }
 
@@ -160,6 +169,12 @@ impl<T: Poison> Prepared<T> {
         let mut args = self.case.packing.host_args(Args::new());
         if let Some(alibi) = &self.alibi {
             args = alibi.add_to(args);
+        }
+        if let Some(bias) = &self.bias {
+            args = bias.add_to(args);
+        }
+        if let Some(d_bias) = &mut outputs.d_bias {
+            args = d_bias.add_gradient_to(args);
         }
         if let Some(blocks) = &self.blocks {
             args = blocks.add_to(args);
@@ -193,24 +208,23 @@ impl<T: Poison> Prepared<T> {
 
     /// Holds outputs whose guard bands were found intact against the tolerance.
     pub fn judge(&self, outputs: &Outputs<T>) -> BackwardReport {
-        let BackwardPlain { mut d_q, mut d_k, mut d_v, mut d_sinks } = outputs.tensors();
+        let mut all = outputs.tensors();
+        let BackwardPlain { d_q, d_k, d_v, d_sinks, d_bias } = &mut all;
         let exact = self.expected.oracle();
-        for (got, exact) in [(&mut d_q, &exact.d_q), (&mut d_k, &exact.d_k), (&mut d_v, &exact.d_v)] {
+        for (got, exact) in [(d_q, &exact.d_q), (d_k, &exact.d_k), (d_v, &exact.d_v)] {
             self.case.values.excuse(got.data_mut(), exact.data());
         }
         // Rows of large garbage may sum to a number.
-        self.case.values.excuse(&mut d_sinks, &exact.d_sinks);
-        if matches!(self.case.values, Values::Garbage(..)) {
-            // A sum over all rows has infinities of both signs, or of one, as rounding has it.
-            for (got, exact) in d_sinks.iter_mut().zip(&exact.d_sinks) {
-                *got = if got.is_finite() || exact.is_finite() { *got } else { *exact };
+        for (got, exact) in [(d_sinks, &exact.d_sinks), (d_bias, &exact.d_bias)] {
+            self.case.values.excuse(got, exact);
+            if matches!(self.case.values, Values::Garbage(..)) {
+                // A sum over many rows has infinities of both signs, or of one, as rounding has it.
+                for (got, exact) in got.iter_mut().zip(exact) {
+                    *got = if got.is_finite() || exact.is_finite() { *got } else { *exact };
+                }
             }
         }
-        let report = match outputs.d_sinks {
-            Some(_) => self.expected.check_with(&d_q, &d_k, &d_v, &d_sinks),
-            None => self.expected.check(&d_q, &d_k, &d_v),
-        };
-        report.expect("matching shapes")
+        self.expected.check_all(&all).expect("matching shapes")
     }
 
     /// The root mean square of the plain computation's errors as a share of that of the gradient, for dQ, dK and dV.
@@ -233,6 +247,9 @@ impl<T: Poison> Prepared<T> {
             now.check_unchanged(then)?;
         }
         if let Some((then, now)) = before.alibi.as_ref().zip(self.alibi.as_ref()) {
+            now.check_unchanged(then)?;
+        }
+        if let Some((then, now)) = before.bias.as_ref().zip(self.bias.as_ref()) {
             now.check_unchanged(then)?;
         }
         if before.blocks != self.blocks {
@@ -282,12 +299,14 @@ impl<T: Poison> Outputs<T> {
     /// Looks at what a run left in them, for what it may not have done.
     pub fn check_written(&self) -> Result<(), String> {
         [&self.d_q, &self.d_k, &self.d_v].into_iter().try_for_each(Image::check_written)?;
-        self.d_sinks.as_ref().map_or(Ok(()), Image::check_written)
+        self.d_sinks.as_ref().map_or(Ok(()), Image::check_written)?;
+        self.d_bias.as_ref().map_or(Ok(()), BiasImage::check_written)
     }
 
     /// The gradients as the tolerance reads them.
     pub fn tensors(&self) -> BackwardPlain {
         let d_sinks = self.d_sinks.as_ref().map_or_else(Vec::new, Image::values);
-        BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor(), d_sinks }
+        let d_bias = self.d_bias.as_ref().map_or_else(Vec::new, BiasImage::values);
+        BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor(), d_sinks, d_bias }
     }
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask};
 
 use crate::alibi::Alibi;
+use crate::bias::{Bias, BiasImage};
 use crate::blocks::{Blocks, BlocksImage};
 use crate::data::Values;
 use crate::layouts::Placement;
@@ -42,6 +43,8 @@ pub struct Case {
     pub max_logits: bool,
     /// Lists of blocks, beside the mask.
     pub blocks: Blocks,
+    /// The additive bias.
+    pub bias: Bias,
 }
 
 impl Case {
@@ -62,6 +65,7 @@ impl Case {
             alibi: Alibi::None,
             max_logits: false,
             blocks: Blocks::None,
+            bias: Bias::NONE,
         }
     }
 
@@ -107,6 +111,18 @@ impl Case {
         self
     }
 
+    /// The same with an additive bias.
+    #[must_use]
+    pub fn bias(mut self, bias: Bias) -> Self {
+        self.bias = bias;
+        self
+    }
+
+    /// The numbers of the bias, where there is one.
+    pub fn biases(&self) -> Option<BiasImage> {
+        self.bias.image(self.dims, self.mask, self.seed)
+    }
+
     /// The lists of blocks, where there are any.
     pub fn block_lists(&self) -> Option<BlocksImage> {
         self.blocks.image(self.dims, self.seed)
@@ -125,7 +141,7 @@ impl Case {
             Some(slopes) => options.alibi(slopes),
             None => options,
         };
-        let options = options.block_mask(self.block_lists().map(|lists| lists.mask));
+        let options = options.block_mask(self.block_lists().map(|lists| lists.mask)).bias(self.bias.option());
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),
             None => options,
@@ -153,6 +169,7 @@ impl fmt::Display for Case {
             alibi,
             max_logits,
             blocks,
+            bias,
         } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
@@ -174,6 +191,9 @@ impl fmt::Display for Case {
         f.write_str(if *max_logits { " max_logits" } else { "" })?;
         if !blocks.is_none() {
             write!(f, " blocks {blocks:?}")?;
+        }
+        if !bias.is_none() {
+            write!(f, " bias {bias}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })

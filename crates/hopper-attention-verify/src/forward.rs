@@ -4,6 +4,7 @@ use hopper_attention::reference::{Expected, Modifiers, Report, Tensor, forward_w
 use hopper_attention::{Args, DType, Device, ForwardProblem, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
+use crate::bias::BiasImage;
 use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Garbage, Image, Input, Poison, Values};
@@ -28,6 +29,8 @@ pub struct Prepared<T> {
     pub sinks: Option<SinksImage>,
     /// The ALiBi slopes, where the case has any.
     pub alibi: Option<AlibiImage>,
+    /// The additive bias, where the case has one.
+    pub bias: Option<BiasImage>,
     /// The lists of blocks, where the case has any.
     pub blocks: Option<BlocksImage>,
     /// What must come out.
@@ -67,11 +70,13 @@ impl<T: Poison> Prepared<T> {
         let mut v = input(Input::V, problem.v_shape());
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
-        let blocks = case.block_lists();
+        let (blocks, bias) = (case.block_lists(), case.biases());
+        let biases = bias.as_ref().map(BiasImage::values);
         let (of_sinks, slopes) = (sinks.as_ref().map(SinksImage::values), alibi.as_ref().map(AlibiImage::values));
         let modifiers = Modifiers {
             sinks: of_sinks.as_deref(),
             alibi_slopes: slopes.as_deref(),
+            bias: biases.as_deref(),
             blocks: blocks.as_ref().map(BlocksImage::borrowed),
         };
         let (lengths, inputs) = (case.packing.lengths(), [&q.tensor(), &k.tensor(), &v.tensor()]);
@@ -87,7 +92,7 @@ impl<T: Poison> Prepared<T> {
             let oracle = forward_with(&problem, &lengths, [&q.tensor(), &k.tensor(), &any], modifiers);
             expected.expect_max_logits(oracle.expect("matching shapes").max_logits);
         }
-        Self { case: case.clone(), problem, q, k, v, sinks, alibi, blocks, expected }
+        Self { case: case.clone(), problem, q, k, v, sinks, alibi, bias, blocks, expected }
     }
 
     /// Outputs that were not written yet.
@@ -115,6 +120,9 @@ impl<T: Poison> Prepared<T> {
         }
         if let Some(alibi) = &self.alibi {
             args = alibi.add_to(args);
+        }
+        if let Some(bias) = &self.bias {
+            args = bias.add_to(args);
         }
         if let Some(max_logits) = &mut outputs.max_logits {
             let layout = max_logits.layout();
@@ -199,6 +207,9 @@ impl<T: Poison> Ready for Prepared<T> {
             after.check_unchanged(before)?;
         }
         if let Some((before, after)) = before.alibi.as_ref().zip(self.alibi.as_ref()) {
+            after.check_unchanged(before)?;
+        }
+        if let Some((before, after)) = before.bias.as_ref().zip(self.bias.as_ref()) {
             after.check_unchanged(before)?;
         }
         if before.blocks != self.blocks {

@@ -16,9 +16,10 @@ use proptest::test_runner::TestRunner;
 use rayon::prelude::*;
 
 use crate::alibi::Alibi;
+use crate::bias::Bias;
 use crate::blocks::Blocks;
 use crate::case::Case;
-use crate::case::random::{listed, runner};
+use crate::case::random::{biased, listed, runner};
 use crate::ready::Verdict;
 
 pub use problem::{Fp8, Launch, Pass, Problem};
@@ -170,6 +171,13 @@ impl Fuzz {
         self.with(move |case| *case = listed(case.clone(), blocks))
     }
 
+    /// Gives all problems an additive bias of this kind in place of the drawn one. Problems with e4m3 operands, packed sequences or used
+    /// lengths have none. GPUs refuse a problem with one.
+    #[must_use]
+    pub fn bias(self, bias: Bias) -> Self {
+        self.with(move |case| *case = biased(case.clone(), bias))
+    }
+
     /// Asks all problems for the maximum logits, or none of them. Problems with e4m3 operands have none.
     #[must_use]
     pub fn max_logits(self, wanted: bool) -> Self {
@@ -276,6 +284,7 @@ mod tests {
             // Gradients have nothing to do with these.
             (forward.wants_max_logits() && *pass == Pass::Forward, "max_logits"),
             (forward.block_mask().is_some(), "blocks"),
+            (forward.bias().is_some(), "bias"),
             (packed, "packed"),
             (used, "used lengths"),
             (forward.mask() == hopper_attention::Mask::Full, "full"),
@@ -298,9 +307,9 @@ mod tests {
         let (masks, passes) = (["full", "causal", "window", "chunked", "prefix"], ["forward", "backward", "fp8"]);
         both(&masks, &masks)
             || both(&passes, &passes)
-            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks"])
+            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks", "bias"])
             || both(&["backward"], &["max_logits"])
-            || both(&["blocks"], &["packed", "used lengths"])
+            || both(&["blocks", "bias"], &["packed", "used lengths"])
             || for_gpu && both(&["blocks"], &["softcap", "alibi", "max_logits"])
     }
 
@@ -317,7 +326,8 @@ mod tests {
                     names[i + 1..].iter().for_each(|b| *pairs.entry((*a, *b)).or_default() += 1);
                 }
             }
-            assert_eq!(seen.len(), 15, "{seen:?}");
+            // Kernels have no bias yet.
+            assert_eq!(seen.len(), if for_gpu { 15 } else { 16 }, "{seen:?}");
             let all = seen.iter().flat_map(|a| seen.iter().map(move |b| (*a, *b))).filter(|(a, b)| a < b);
             for (a, b) in all {
                 let drawn = pairs.get(&(a, b)).or(pairs.get(&(b, a))).copied().unwrap_or(0);
@@ -342,6 +352,21 @@ mod tests {
                 with += usize::from(has);
             }
             assert!(with > 20 || blocks.is_none(), "{with} of 200");
+        }
+    }
+
+    #[test]
+    fn a_bias_may_be_given() {
+        for bias in ["none", "bf16:hq:hidden"].map(|text| text.parse::<Bias>().unwrap()) {
+            let mut fuzz = Fuzz::new(5, false).bias(bias);
+            let mut with = 0;
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let takes = !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) && problem.case.packing.is_none();
+                let has = problem.forward().bias().is_some();
+                assert_eq!(has, takes && !bias.is_none(), "{problem}");
+                with += usize::from(has);
+            }
+            assert!(with > 20 || bias.is_none(), "{with} of 200");
         }
     }
 

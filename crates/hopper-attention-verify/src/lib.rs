@@ -8,6 +8,7 @@
 
 pub mod alibi;
 pub mod backward;
+pub mod bias;
 pub mod blocks;
 pub mod case;
 pub mod data;

@@ -248,7 +248,7 @@ pub use mask::{Band, Corner, Mask};
 pub use operand::{Access, Operand, Operands, Presence, Slot};
 pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
-    AlibiSlopes, BackwardProblem, BackwardProblemBuilder, BlockMask, Dims, ForwardProblem, ForwardProblemBuilder,
+    AlibiSlopes, BackwardProblem, BackwardProblemBuilder, Bias, BlockMask, Dims, ForwardProblem, ForwardProblemBuilder,
     MASK_BLOCK, MASK_BLOCK_WORDS, Quantizer, QuantizerBuilder,
 };
 pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};

@@ -129,6 +129,10 @@ slots! {
     FullBlockIdx => "full_block_idx", "[batch, heads, blocks of queries, blocks of keys]";
     /// The bits of the pairs of all partial blocks.
     MaskBits => "mask_bits", "[batch, heads, blocks of queries, words]";
+    /// What is added to the scores: see [`Bias`](crate::Bias). A dimension of 1 is shared.
+    Bias => "bias", "[batch, heads, seqlen_q, seqlen_kv]";
+    /// The gradient of the bias.
+    DBias => "dbias", "[batch, heads, seqlen_q, seqlen_kv]";
     /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
 }

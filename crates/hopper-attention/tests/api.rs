@@ -8,7 +8,7 @@ use std::ptr::null_mut;
 
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
-    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, MaxLogit, Noise, Oracle, Plain, Report,
+    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, BiasNoise, Expected, MaxLogit, Noise, Oracle, Plain, Report,
     RowScale, SinkNoise, Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
@@ -52,6 +52,7 @@ types! { OF_THE_CRATE:
     BackwardProblem is Key;
     BackwardProblemBuilder is Data;
     Band is Data;
+    Bias is Key;
     BlockLists<'static> is Data;
     BlockMask is Key;
     ComputeCapability is Key;
@@ -109,6 +110,7 @@ types! { OF_REFERENCE:
     BackwardOracle is Data;
     BackwardPlain is Data;
     BackwardReport is Data;
+    BiasNoise is Data;
     Expected is Data;
     Figures is Data;
     MaxLogit is Data;
@@ -513,15 +515,18 @@ fn plans() -> impl Strategy<Value = Plan> {
     let dtype = prop_oneof![Just(DType::F16), Just(DType::BF16), Just(DType::F32)];
     let e4m3 = |scaling: usize| ForwardProblem::builder(DType::E4M3, DIMS).scaling(Scaling::ALL[scaling]);
     let output = prop_oneof![Just(DType::F16), Just(DType::BF16), Just(DType::E4M3)];
+    let bias = prop::option::weighted(0.3, (dtype.clone(), any::<[bool; 3]>())).prop_map(|bias| {
+        bias.map(|(dtype, [batch, head, query])| Bias::new(dtype).per_batch(batch).per_head(head).per_query(query))
+    });
     prop_oneof![
-        (dtype.clone(), any::<bool>())
-            .prop_map(|(dtype, lse)| { Plan::forward(ForwardProblem::builder(dtype, DIMS).lse(lse)) }),
+        (dtype.clone(), any::<bool>(), bias.clone())
+            .prop_map(|(dtype, lse, bias)| { Plan::forward(ForwardProblem::builder(dtype, DIMS).lse(lse).bias(bias)) }),
         (output, any::<bool>(), any::<bool>(), 0..3usize).prop_map(move |(output, lse, amax, scaling)| {
             Plan::forward(e4m3(scaling).output(output).lse(lse).amax(amax))
         }),
-        (dtype.clone(), any::<bool>()).prop_map(|(dtype, d_lse)| {
-            let forward = ForwardProblem::builder(dtype, DIMS).build().unwrap();
-            Plan::backward(BackwardProblem::builder(&forward).d_lse(d_lse))
+        (dtype.clone(), any::<bool>(), bias, any::<bool>()).prop_map(|(dtype, d_lse, bias, d_bias)| {
+            let forward = ForwardProblem::builder(dtype, DIMS).bias(bias).build().unwrap();
+            Plan::backward(BackwardProblem::builder(&forward).d_lse(d_lse).d_bias(bias.is_some() && d_bias))
         }),
         (dtype, 0..3usize).prop_map(move |(dtype, scaling)| {
             Plan::quantize(Quantizer::builder(&e4m3(scaling).build().unwrap(), dtype))

@@ -76,9 +76,9 @@ fn scaled(s: Subject<'_>, factors: [f64; 3]) -> Option<BackwardPlain> {
         tensor.data_mut().iter_mut().for_each(|x| *x *= factor);
         tensor
     };
-    let BackwardPlain { d_q, d_k, d_v, d_sinks } = s.honest.clone();
+    let BackwardPlain { d_q, d_k, d_v, d_sinks, d_bias } = s.honest.clone();
     let (d_q, d_k, d_v) = (times(&d_q, factors[0]), times(&d_k, factors[1]), times(&d_v, factors[2]));
-    Some(BackwardPlain { d_q, d_k, d_v, d_sinks })
+    Some(BackwardPlain { d_q, d_k, d_v, d_sinks, d_bias })
 }
 
 /// One of the gradients.

@@ -38,6 +38,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             d_v: output(d_v, prepared.problem.d_v_shape()),
             sinks: None,
             alibi_slopes: None,
+            bias: None,
             blocks: blocks_memory(stream, prepared.blocks.as_ref(), self.blocks.as_ref()),
             workspace: 0,
             workspace_bytes: 0,

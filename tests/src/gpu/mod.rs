@@ -240,6 +240,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             sinks: None,
             alibi_slopes: None,
             max_logits: None,
+            bias: None,
             blocks: blocks_memory(stream, prepared.blocks.as_ref(), self.blocks.as_ref()),
             workspace: 0,
             workspace_bytes: 0,

@@ -80,6 +80,7 @@ fn c_quantises_and_attends_as_rust_does() {
             sinks: None,
             alibi_slopes: None,
             max_logits: None,
+            bias: None,
             blocks: None,
             workspace,
             workspace_bytes: bytes,

@@ -28,6 +28,7 @@ static hattn_forward_problem forward_problem(void) {
   forward.softcap = problem.softcap;
   forward.alibi = problem.alibi;
   forward.block_mask = problem.block_mask, forward.block_mask_most_partial = problem.block_mask_most_partial;
+  forward.bias = problem.bias, forward.bias_dims = problem.bias_dims;
   return forward;
 }
 

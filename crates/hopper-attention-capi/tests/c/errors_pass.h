@@ -418,6 +418,10 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.block_mask_most_partial = -1, HATTN_ERROR_VALUE, "block_mask_most_partial", "-1", "0 and above");
   problem.block_mask = HATTN_BLOCK_MASK_LISTS;
   NO_PLAN(problem.block_mask_most_partial = 9, HATTN_ERROR_VALUE, "block_mask.most_partial", "9", "the blocks of keys");
+  NO_PLAN(problem.bias = 4, HATTN_ERROR_ARGUMENT, "bias", "4", "HATTN_F32 (3)");
+  NO_PLAN(problem.bias_dims = 1, HATTN_ERROR_ARGUMENT, "bias_dims", "1", "with a bias");
+  problem.bias = HATTN_F32;
+  NO_PLAN(problem.bias_dims = 8, HATTN_ERROR_ARGUMENT, "bias_dims", "8", "HATTN_BIAS_PER_QUERY (4)");
   NO_PLAN(problem.softcap = INFINITY, HATTN_ERROR_VALUE, "softcap", "inf", "finite and above 0");
   problem.mask = HATTN_MASK_WINDOW;
   NO_PLAN(problem.window_left = -2, HATTN_ERROR_VALUE, "window_left", "-2", "HATTN_UNBOUNDED (-1)");

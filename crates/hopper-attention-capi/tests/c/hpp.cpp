@@ -160,6 +160,7 @@ constexpr ForwardProblem all_set() {
       .alibi(Alibi::PerBatch)
       .max_logits(true)
       .block_mask(BlockMask(1).per_batch(true).per_head(true).full_blocks(true).per_batch(false))
+      .bias(Bias(DType::F32).per_batch(true).per_head(true).per_query(true).per_head(false))
       .arch(Arch::Sm80)
       .sm_margin(16);
 }
@@ -171,6 +172,7 @@ void holds_all(const Problem& problem) {
   CHECK(c.struct_size == sizeof(c) && c.abi_version == 1 && c.dtype == HATTN_BF16);
   CHECK(c.batch == 1 && c.seqlen_q == 2 && c.seqlen_kv == 3 && c.heads_q == 4 && c.heads_kv == 2);
   CHECK(c.block_mask_most_partial == 1);
+  CHECK(c.bias == HATTN_F32 && c.bias_dims == (HATTN_BIAS_PER_BATCH | HATTN_BIAS_PER_QUERY));
   CHECK(c.block_mask == (HATTN_BLOCK_MASK_LISTS | HATTN_BLOCK_MASK_PER_HEAD | HATTN_BLOCK_MASK_FULL_BLOCKS));
   CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.softcap == 50.0F);
   CHECK(c.alibi == HATTN_ALIBI_PER_BATCH && c.arch == HATTN_ARCH_SM80);

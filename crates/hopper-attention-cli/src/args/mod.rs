@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use hopper_attention::Mask;
 use hopper_attention_verify::alibi::Alibi;
+use hopper_attention_verify::bias::Bias;
 use hopper_attention_verify::blocks::Blocks;
 use hopper_attention_verify::inputs::Class;
 
@@ -127,6 +128,9 @@ pub struct ComputeArgs {
     /// softmax of all its rows and has no value. A tensor `alibi_slopes` (f32 [heads_q] or [batch, heads_q]) has the slopes of
     /// linear biases: see --alibi.
     ///
+    /// A tensor `bias` (f32, bf16 or f16 [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv], whatever the layout) is added to the
+    /// scores, after the cap. -inf hides a pair.
+    ///
     /// Tensors mask_block_cnt, mask_block_idx and mask_bits, and full_block_cnt and full_block_idx for full blocks, all i32, are the
     /// lists of a block-sparse mask, beside --mask. docs/hattn.md has their shapes.
     #[arg(long, short, value_name = "FILE")]
@@ -134,7 +138,8 @@ pub struct ComputeArgs {
     /// Also compute the gradients d_q, d_k and d_v
     ///
     /// The input must hold d_o, the gradient of o, with o's shape and q's type. If it holds d_lse, the gradient of lse (f32
-    /// [batch, heads_q, seqlen_q]), this is used too. With sinks their gradient d_sinks (f32 [heads_q]) is computed, too.
+    /// [batch, heads_q, seqlen_q]), this is used too. With sinks their gradient d_sinks (f32 [heads_q]) is computed, too, and with
+    /// a bias its gradient dbias, in its shape and type.
     #[arg(long)]
     pub backward: bool,
     /// Make the gradients bitwise the same on every run. On a GPU this costs time
@@ -235,6 +240,10 @@ pub struct FuzzArgs {
     /// documents, all, nothing or striped [default: drawn, one problem in four or more has some]
     #[arg(long, value_name = "KIND")]
     pub block_mask: Option<Blocks>,
+    /// The bias of all problems but those of e4m3 operands, packed sequences or used lengths: none, or as `random` has it [default:
+    /// drawn, on the CPU. GPUs refuse it]
+    #[arg(long, value_name = "KIND")]
+    pub bias: Option<Bias>,
     /// Ask all problems but those of e4m3 operands for the maximum logits [default: drawn, one problem in five has them]
     #[arg(long)]
     pub max_logits: bool,
@@ -245,7 +254,7 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "block_mask", "max_logits", "keep_going", "near", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "max_logits", "keep_going", "near", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]
@@ -323,6 +332,13 @@ pub struct RandomArgs {
     /// left corner) or 3 (both). prefixes: causal behind a prefix that all queries see, of so many keys for each batch entry.
     #[arg(long, value_name = "KIND", conflicts_with = "packed")]
     pub block_mask: Option<BlockMaskArg>,
+    /// Also write bias: none, or DTYPE, DTYPE:DIMENSIONS or DTYPE:DIMENSIONS:NUMBERS, such as f32:bhq or bf16:h:hidden
+    ///
+    /// DTYPE is f32, bf16 or f16. DIMENSIONS are those that the bias has beside the keys: some of the letters b (batch), h (heads)
+    /// and q (queries). NUMBERS are normal (of deviation 2), hidden (the same, with -inf in many places and in whole rows), lowest
+    /// (the same with -1e30 or -60000) or mask (0 and -inf).
+    #[arg(long, value_name = "KIND", default_value_t = Bias::NONE, conflicts_with = "packed")]
+    pub bias: Bias,
     /// Class of inputs: normal, peaky, sink, late or nan
     ///
     /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every

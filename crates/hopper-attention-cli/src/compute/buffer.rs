@@ -37,7 +37,7 @@ pub enum Memory<'a, T> {
 }
 
 impl<'a, T: Element> Memory<'a, T> {
-    /// As an operand, which has the file's order where it has four dimensions and is no list of blocks.
+    /// As an operand, which has the file's order where it has four dimensions and is no list of blocks and no bias.
     pub fn lend(self, args: Args<'a>, operand: &Operand, layout: FileLayout) -> Result<Args<'a>> {
         match *operand.shape() {
             [a] => self.laid_out(args, operand, Layout::contiguous([a])?),

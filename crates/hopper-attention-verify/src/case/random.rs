@@ -6,6 +6,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::Case;
 use crate::alibi::Alibi;
+use crate::bias::Bias;
 use crate::blocks::Blocks;
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
@@ -44,8 +45,23 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
             let packing = Packing::default();
             let (seed, sinks, softcap) = (seed.into(), Sinks::None, 0.0);
-            let (alibi, max_logits, blocks) = (Alibi::None, false, Blocks::None);
-            Case { dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap, alibi, max_logits, blocks }
+            let (alibi, max_logits, blocks, bias) = (Alibi::None, false, Blocks::None, Bias::NONE);
+            Case {
+                dims,
+                mask,
+                scale,
+                lse,
+                placement,
+                values,
+                seed,
+                packing,
+                sinks,
+                softcap,
+                alibi,
+                max_logits,
+                blocks,
+                bias,
+            }
         },
     )
 }
@@ -99,6 +115,17 @@ pub fn blocks() -> impl Strategy<Value = Blocks> {
 #[must_use]
 pub fn listed(case: Case, blocks: Blocks) -> Case {
     if case.packing.is_none() { case.blocks(blocks) } else { case }
+}
+
+/// The additive bias of a case: none in two of three cases. Give it to [`biased`].
+pub fn bias() -> impl Strategy<Value = Bias> {
+    prop_oneof![2 => Just(Bias::NONE), 1 => proptest::sample::select(Bias::all().collect::<Vec<_>>())]
+}
+
+/// A case with an additive bias, if it has no packed sequences and used lengths.
+#[must_use]
+pub fn biased(case: Case, bias: Bias) -> Case {
+    if case.packing.is_none() { case.bias(bias) } else { case }
 }
 
 /// The caps that are drawn. Models have 30 and 50.

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::alibi::Alibi;
+use crate::bias::Bias;
 use crate::blocks::Blocks;
 use crate::case::{Case, random};
 use crate::data::Values;
@@ -150,11 +151,12 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
-    let cases = (cases, ((random::softcap(), random::blocks()), random::biases()));
+    let lists = (random::blocks(), random::bias());
+    let cases = (cases, ((random::softcap(), lists), random::biases()));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |(
             (pass, dtype, arch, deterministic),
-            (case, ((softcap, blocks), biases)),
+            (case, ((softcap, (blocks, bias)), biases)),
             values,
             (scaling, half_scores, hadamard),
             last,
@@ -172,6 +174,10 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             };
             if !fp8 && (!for_gpu || kernels_have) {
                 case = random::listed(case, blocks);
+            }
+            // Kernels have no additive bias yet.
+            if !fp8 && !for_gpu {
+                case = random::biased(case, bias);
             }
             case.values = values.unwrap_or(case.values);
             if for_gpu && pass == Pass::Backward {
@@ -248,6 +254,9 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "Blocks::is_none")]
     blocks: Blocks,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "Bias::is_none")]
+    bias: Bias,
 }
 
 fn is_false(wanted: &bool) -> bool {
@@ -308,6 +317,7 @@ impl From<Problem> for Record {
             alibi: case.alibi,
             max_logits: case.max_logits,
             blocks: case.blocks,
+            bias: case.bias,
         }
     }
 }
@@ -349,6 +359,7 @@ impl TryFrom<Record> for Problem {
             alibi: record.alibi,
             max_logits: record.max_logits,
             blocks: record.blocks,
+            bias: record.bias,
         };
         let problem = Self {
             pass: record.pass,
@@ -531,6 +542,44 @@ mod tests {
             let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         }
+    }
+
+    #[test]
+    fn biases_are_drawn_for_the_cpu() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..900).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
+        assert!(on_gpu.iter().all(|problem| problem.case.bias.is_none()));
+        for pass in [Pass::Forward, Pass::Backward] {
+            let of_pass = || on_cpu.iter().filter(|problem| problem.pass == pass);
+            let with: Vec<_> = of_pass().filter_map(|problem| problem.forward().bias()).collect();
+            let share = with.len() as f64 / of_pass().count() as f64;
+            assert!((0.1..0.4).contains(&share), "{pass:?} {share}");
+            for own in [
+                hopper_attention::Bias::is_per_batch,
+                hopper_attention::Bias::is_per_head,
+                hopper_attention::Bias::is_per_query,
+            ] {
+                assert!([false, true].iter().all(|&is| with.iter().any(|bias| own(bias) == is)), "{pass:?}");
+            }
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                assert!(with.iter().any(|bias| bias.dtype() == dtype), "{pass:?} {dtype}");
+            }
+            for with in [
+                |case: &Case| case.softcap != 0.0,
+                |case: &Case| !case.sinks.is_none(),
+                |case: &Case| !case.alibi.is_none(),
+                |case: &Case| !case.blocks.is_none(),
+            ] {
+                assert!(of_pass().any(|problem| !problem.case.bias.is_none() && with(&problem.case)), "{pass:?}");
+            }
+        }
+        // A file that wants one of e4m3 operands is refused by name.
+        let fp8 = on_cpu.iter().find(|problem| problem.pass == Pass::Fp8).unwrap();
+        let case = fp8.case.clone().bias("f32:h".parse().unwrap());
+        let text = serde_json::to_string(&Problem { case, ..fp8.clone() }).unwrap();
+        let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
+        assert!(error.contains("a bias with e4m3 operands"), "{error}");
     }
 
     #[test]

@@ -40,7 +40,8 @@ fn up<T: Poison, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) 
 impl<T: Poison> OnDevice<T> {
     /// Inputs, and outputs of poison.
     pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
-        let Outputs { d_q, d_k, d_v, d_sinks } = prepared.outputs();
+        // Kernels have no bias yet: a plan refuses it.
+        let Outputs { d_q, d_k, d_v, d_sinks, d_bias: _ } = prepared.outputs();
         Self {
             lists: Lists::new(stream, &prepared.case.packing),
             inputs: inputs(prepared).map(|image| up(stream, image)),
@@ -59,7 +60,7 @@ impl<T: Poison> OnDevice<T> {
 
     /// Poisons the outputs again.
     pub fn poison(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
-        let Outputs { d_q, d_k, d_v, d_sinks } = prepared.outputs();
+        let Outputs { d_q, d_k, d_v, d_sinks, d_bias: _ } = prepared.outputs();
         for (to, from) in self.outputs.iter_mut().zip([d_q, d_k, d_v]) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }

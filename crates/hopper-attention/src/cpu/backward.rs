@@ -3,12 +3,16 @@
 //! 1. Tasks are blocks of queries. A task computes dQ, and delta of each query.
 //! 2. Tasks are blocks of keys. A task computes dK and dV, summed over the query heads that read the KV head.
 //!
-//! Both passes compute P from Q, K and the LSE. This makes seven matrix products, where a single pass would make five. In
+//! Where the gradient of a bias is asked for, there is a third pass. Its tasks are blocks of keys of the bias: a task computes their
+//! dBias, summed over the batch entries, heads and queries that share it.
+//!
+//! All passes compute P from Q, K and the LSE. The first two make seven matrix products, where a single pass would make five. In
 //! return every sum belongs to one task. So there are no atomic additions, every run gives the same bits, and all cores have
 //! work even with few KV heads.
 
 use std::ops::Range;
 
+use super::additive::{self, Additive, AdditiveMut};
 use super::alibi::{Bias, Slopes};
 use super::block::{self, Block, Keys};
 use super::listed::{self, ListInputs, Listed};
@@ -22,7 +26,7 @@ use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::problem::{BackwardProblem, Dims};
-use crate::sequences::{Lengths, Side};
+use crate::sequences::{Lengths, SequenceRows, Side};
 
 /// The tensors that a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
@@ -35,6 +39,7 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub d_lse: Option<HostRef<'a, f32, 3>>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub bias: Additive<'a>,
     pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
 }
@@ -45,6 +50,7 @@ pub(crate) struct BackwardOutputs<'a, T> {
     pub d_k: HostMut<'a, T, 4>,
     pub d_v: HostMut<'a, T, 4>,
     pub d_sinks: Option<HostMut<'a, f32, 1>>,
+    pub d_bias: Option<AdditiveMut<'a>>,
 }
 
 /// Computes `problem` into the outputs. The caller has checked shapes and types.
@@ -65,7 +71,12 @@ pub(crate) fn backward<T: Float>(
     let listed = listed.as_ref();
     let queries = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let keys = Tasks::new(&sequences, Side::Kv, dims.heads_kv, blocks.tokens)?;
-    let mut team = Team::new(queries.count().max(keys.count()), || Scratch::new(dims, blocks))?;
+    // The keys of each batch entry and head of the bias.
+    let bias_shape = outputs.d_bias.as_ref().map_or([0; 4], AdditiveMut::shape);
+    let biased = Sequences::of_dims(dims.with_batch(bias_shape[0]));
+    let biases = Tasks::new(&biased, Side::Kv, bias_shape[1], blocks.tokens)?;
+    let most = queries.count().max(keys.count()).max(biases.count());
+    let mut team = Team::new(most, || Scratch::new(problem, bias_shape[2], blocks))?;
     let layout = Layout::contiguous(problem.d_lse_shape())?;
     let mut delta = reserved(layout.span())?;
     matmul::check_memory(team.threads())?;
@@ -89,6 +100,12 @@ pub(crate) fn backward<T: Float>(
         outputs.d_k.store(task, &scratch.of_tokens);
         outputs.d_v.store(task, &scratch.of_values);
     })?;
+    if let Some(d_bias) = &mut outputs.d_bias {
+        let compute = |scratch: &mut Scratch<T>, task: &Task| {
+            of_biases(problem, inputs, listed, blocks, (&delta, bias_shape), task, scratch);
+        };
+        team.each(&biases, compute, |task, scratch| d_bias.store(task, &scratch.d_bias))?;
+    }
     if problem.forward().fills_gaps() {
         fill_gaps(&sequences, Side::Q, &mut outputs.d_q);
         fill_gaps(&sequences, Side::Kv, &mut outputs.d_k);
@@ -121,11 +138,17 @@ struct Scratch<T> {
     token_sums: Vec<f32>,
     /// dV as sums.
     value_sums: Vec<f32>,
+    /// The additive biases, `[queries, keys]`. Empty where there is no bias.
+    biases: Vec<f32>,
+    /// The result for the biases of the task: `[queries of the bias, keys]`.
+    d_bias: Vec<f32>,
 }
 
 impl<T> Scratch<T> {
-    fn new(dims: Dims, Blocks { tokens, walked }: Blocks) -> Result<Self> {
-        let Dims { seqlen_q, seqlen_kv, head_dim_qk, head_dim_vo, .. } = dims;
+    /// `bias_queries` is how many queries the gradient of the bias has.
+    fn new(problem: &BackwardProblem, bias_queries: usize, Blocks { tokens, walked }: Blocks) -> Result<Self> {
+        let Dims { seqlen_q, seqlen_kv, head_dim_qk, head_dim_vo, .. } = problem.dims();
+        let d_bias = bias_queries * tokens.min(seqlen_kv);
         // A task has queries and visits keys, or has keys and visits queries.
         let (queries, keys) = (tokens.max(walked).min(seqlen_q), tokens.max(walked).min(seqlen_kv));
         let pairs = (tokens.min(seqlen_q) * keys).max(queries * tokens.min(seqlen_kv));
@@ -145,6 +168,8 @@ impl<T> Scratch<T> {
             d_s: reserved(pairs)?,
             token_sums: reserved(tokens * head_dim_qk)?,
             value_sums: reserved(tokens * head_dim_vo)?,
+            biases: reserved(if problem.forward().bias().is_some() { pairs } else { 0 })?,
+            d_bias: reserved(d_bias)?,
         })
     }
 }
@@ -187,7 +212,7 @@ fn of_queries<T: Float>(
 ) {
     let dims = problem.dims();
     let head_kv = task.head / problem.forward().group_size();
-    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, p, d_s, token_sums: d_q, .. } = scratch;
+    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, p, d_s, token_sums: d_q, biases, .. } = scratch;
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
         load(tensor, &task.rows, task.head, task.tokens.clone(), out);
     }
@@ -214,8 +239,11 @@ fn of_queries<T: Float>(
         }
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
-        let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs);
-        weights(problem, rows, &block, bias.map(|bias| (bias, first)), [q, k, v, d_o], p, d_s);
+        inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), keys.clone(), biases);
+        let block =
+            Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs).with_bias(biases);
+        let added = Added { alibi: bias.map(|bias| (bias, first)), biases, capped: true };
+        weights(problem, rows, &block, added, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
     round(d_q, problem.softmax_scale(), of_tokens);
@@ -233,8 +261,8 @@ fn of_keys<T: Float>(
 ) {
     let dims = problem.dims();
     let group = problem.forward().group_size();
-    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, p, d_s, token_sums: d_k, value_sums: d_v, .. } =
-        scratch;
+    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, p, d_s, biases, .. } = scratch;
+    let (d_k, d_v) = (&mut scratch.token_sums, &mut scratch.value_sums);
     load(&inputs.k, &task.rows, task.head, task.tokens.clone(), k);
     load(&inputs.v, &task.rows, task.head, task.tokens.clone(), v);
     for (sums, like) in [(&mut *d_k, &*k), (&mut *d_v, &*v)] {
@@ -254,14 +282,15 @@ fn of_keys<T: Float>(
             let delta = delta.part(of_queries, head, queries.clone());
             rows_of(problem, &task.sequence, queries.clone(), lse, delta, rows);
             let block = Block::new(rows.iter().map(|row| row.keys), task.tokens.start, task.tokens.len(), kept);
-            let block = block.of_pairs(pairs);
             if block.is_empty() {
                 continue;
             }
             load(&inputs.q, of_queries, head, queries.clone(), q);
-            load(&inputs.d_o, of_queries, head, queries, d_o);
-            let bias = bias.map(|bias| (bias, task.tokens.start));
-            weights(problem, rows, &block, bias, [q, k, v, d_o], p, d_s);
+            load(&inputs.d_o, of_queries, head, queries.clone(), d_o);
+            inputs.bias.load([task.rows.batch, head], queries, task.tokens.clone(), biases);
+            let block = block.of_pairs(pairs).with_bias(biases);
+            let added = Added { alibi: bias.map(|bias| (bias, task.tokens.start)), biases, capped: true };
+            weights(problem, rows, &block, added, [q, k, v, d_o], p, d_s);
             block.sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
@@ -270,13 +299,76 @@ fn of_keys<T: Float>(
     round(d_v, 1.0, of_values);
 }
 
-/// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0. With a cap the
-/// scores in P are capped, and dS is multiplied by the cap's derivative. `bias` is that of ALiBi, with the first key of the block.
+/// Computes dBias of some keys of the bias, into `scratch`: for each query, or the sum over the queries that share it. `shape` is that
+/// of the bias. The sum is in the order of batch entries, heads and queries.
+fn of_biases<T: Float>(
+    problem: &BackwardProblem,
+    inputs: &BackwardInputs<'_, T>,
+    listed: Option<&Listed<'_>>,
+    blocks: Blocks,
+    (delta, shape): (&HostRef<'_, f32, 3>, [usize; 4]),
+    task: &Task,
+    scratch: &mut Scratch<T>,
+) {
+    let (dims, group) = (problem.dims(), problem.forward().group_size());
+    let Scratch { q, k, v, d_o, rows, kept, p, d_s, biases, d_bias, .. } = scratch;
+    d_bias.clear();
+    d_bias.resize(shape[2] * task.tokens.len(), 0.0);
+    let sharing = |size: usize, own: usize, all: usize| if size == 1 { 0..all } else { own..own + 1 };
+    let heads = sharing(shape[1], task.head, dims.heads_q);
+    for batch in sharing(shape[0], task.rows.batch, dims.batch) {
+        let [of_queries, of_keys] = [dims.seqlen_q, dims.seqlen_kv].map(|len| SequenceRows::padded(batch, len));
+        let sequence = Sequence { q: of_queries, kv: of_keys };
+        for head in heads.clone() {
+            load(&inputs.k, &of_keys, head / group, task.tokens.clone(), k);
+            load(&inputs.v, &of_keys, head / group, task.tokens.clone(), v);
+            let alibi = Bias::of(problem.forward(), &inputs.alibi, &sequence, head);
+            for first in (0..dims.seqlen_q).step_by(blocks.walked) {
+                let queries = first..dims.seqlen_q.min(first + blocks.walked);
+                let pairs = listed::pairs(listed, batch, head, first, task.tokens.start);
+                if pairs.is_none() {
+                    continue;
+                }
+                let lse = inputs.lse.part(&of_queries, head, queries.clone());
+                let delta = delta.part(&of_queries, head, queries.clone());
+                rows_of(problem, &sequence, queries.clone(), lse, delta, rows);
+                let block = Block::new(rows.iter().map(|row| row.keys), task.tokens.start, task.tokens.len(), kept);
+                if block.is_empty() {
+                    continue;
+                }
+                load(&inputs.q, &of_queries, head, queries.clone(), q);
+                load(&inputs.d_o, &of_queries, head, queries.clone(), d_o);
+                inputs.bias.load([batch, head], queries.clone(), task.tokens.clone(), biases);
+                let block = block.of_pairs(pairs).with_bias(biases);
+                let added = Added { alibi: alibi.map(|alibi| (alibi, task.tokens.start)), biases, capped: false };
+                weights(problem, rows, &block, added, [q, k, v, d_o], p, d_s);
+                for (query, d_s) in queries.zip(d_s.chunks_exact(task.tokens.len())) {
+                    let row = if shape[2] == 1 { 0 } else { query };
+                    let sums = &mut d_bias[row * task.tokens.len()..][..task.tokens.len()];
+                    sums.iter_mut().zip(d_s).for_each(|(sum, d_s)| *sum += d_s);
+                }
+            }
+        }
+    }
+}
+
+/// What is added to the scores of a block, and which derivative of them is wanted.
+struct Added<'a> {
+    /// ALiBi, with the first key of the block.
+    alibi: Option<(Bias, usize)>,
+    /// The additive bias of each pair. Empty where there is none.
+    biases: &'a [f32],
+    /// Whether dS is multiplied by the cap's derivative. Without it dS is the gradient of a bias.
+    capped: bool,
+}
+
+/// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Hidden pairs get 0. With a cap the
+/// scores in P are capped, and dS is multiplied by the cap's derivative.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
     block: &Block<'_>,
-    bias: Option<(Bias, usize)>,
+    added: Added<'_>,
     [q, k, v, d_o]: [&[f32]; 4],
     p: &mut Vec<f32>,
     d_s: &mut Vec<f32>,
@@ -301,11 +393,14 @@ fn weights(
         if softcap != 0.0 {
             for (p, d_s) in of_p.iter_mut().zip(of_d_s.iter_mut()) {
                 let (score, slope) = capped(softcap, *p);
-                (*p, *d_s) = (score, *d_s * slope);
+                (*p, *d_s) = (score, if added.capped { *d_s * slope } else { *d_s });
             }
         }
-        if let Some((bias, first_key)) = bias {
-            bias.subtract(row.query, first_key + kept.start, of_p);
+        if !added.biases.is_empty() {
+            additive::add(of_p, &added.biases[query * keys..][kept.clone()]);
+        }
+        if let Some((alibi, first_key)) = added.alibi {
+            alibi.subtract(row.query, first_key + kept.start, of_p);
         }
         for (p, d_s) in of_p.iter_mut().zip(of_d_s) {
             *p = (*p - row.lse).exp();

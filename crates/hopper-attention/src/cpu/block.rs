@@ -16,6 +16,8 @@ pub(super) struct Block<'a> {
     keys: usize,
     /// Which of these pairs the lists keep.
     pairs: Pairs<'a>,
+    /// The additive bias of each pair, if one of them hides its pair.
+    hiding: Option<&'a [f32]>,
     /// Whether every query keeps every key.
     whole: bool,
 }
@@ -32,7 +34,7 @@ impl<'a> Block<'a> {
         kept.clear();
         kept.extend(queries.map(|own| within(own, first, keys)));
         let whole = kept.iter().all(|kept| *kept == (0..keys));
-        Self { kept, keys, pairs: Pairs::All, whole }
+        Self { kept, keys, pairs: Pairs::All, hiding: None, whole }
     }
 
     /// The same block, of which lists keep these pairs.
@@ -40,16 +42,23 @@ impl<'a> Block<'a> {
         Self { pairs, whole: self.whole && pairs.is_all(), ..self }
     }
 
-    /// Whether the lists keep a pair that the mask keeps.
-    pub fn lists(&self, query: usize, key: usize) -> bool {
-        self.pairs.keep(query, key)
+    /// The same block, whose pairs have these additive biases: `[queries, keys]`. None where there is no bias.
+    pub fn with_bias(self, biases: &'a [f32]) -> Self {
+        let hides = biases.contains(&f32::NEG_INFINITY);
+        Self { hiding: hides.then_some(biases), whole: self.whole && !hides, ..self }
     }
 
-    /// Writes `value` over the numbers of the pairs of a query that the mask keeps and the lists do not.
+    /// Whether the lists and the bias keep a pair that the mask keeps.
+    pub fn shows(&self, query: usize, key: usize) -> bool {
+        let hidden = self.hiding.is_some_and(|biases| biases[query * self.keys + key] == f32::NEG_INFINITY);
+        !hidden && self.pairs.keep(query, key)
+    }
+
+    /// Writes `value` over the numbers of the pairs of a query that the mask keeps, and the lists or the bias do not.
     pub fn hide(&self, query: usize, value: f32, numbers: &mut [f32]) {
-        if !self.pairs.is_all() {
+        if !self.pairs.is_all() || self.hiding.is_some() {
             let kept = self.kept[query].clone();
-            kept.filter(|&key| !self.lists(query, key)).for_each(|key| numbers[key] = value);
+            kept.filter(|&key| !self.shows(query, key)).for_each(|key| numbers[key] = value);
         }
     }
 
@@ -98,7 +107,7 @@ impl<'a> Block<'a> {
 
     fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
         for (query, kept) in self.kept.iter().enumerate() {
-            kept.clone().filter(|&key| self.lists(query, key)).for_each(|key| pair(query, key));
+            kept.clone().filter(|&key| self.shows(query, key)).for_each(|key| pair(query, key));
         }
     }
 }

@@ -90,7 +90,7 @@ impl<'a, T, const R: usize> HostMut<'a, T, R> {
     }
 
     /// Writes values along the innermost dimension, from an index on.
-    fn write(&mut self, index: [usize; R], values: &[T])
+    pub(super) fn write(&mut self, index: [usize; R], values: &[T])
     where
         T: Copy,
     {
@@ -138,14 +138,14 @@ impl<'a, T> HostRef<'a, T, 4> {
     }
 }
 
-impl<'a> HostRef<'a, i32, 4> {
+impl<'a, T> HostRef<'a, T, 4> {
     /// The list at a place.
-    pub fn list(&self, place: [usize; 3]) -> &'a [i32] {
+    pub fn list(&self, place: [usize; 3]) -> &'a [T] {
         self.part_of_list(place, 0, self.layout.shape()[3])
     }
 
     /// `len` elements of the list at a place, from element `first` on.
-    pub fn part_of_list(&self, [a, b, c]: [usize; 3], first: usize, len: usize) -> &'a [i32] {
+    pub fn part_of_list(&self, [a, b, c]: [usize; 3], first: usize, len: usize) -> &'a [T] {
         self.run([a, b, c, first], len)
     }
 }

@@ -3,6 +3,7 @@
 //! A *task* is a block of tokens of one head: queries, or keys. A task visits those blocks of the other sequence that have an
 //! unmasked pair with it. One thread visits them in order. So the same inputs give the same bits with any number of threads.
 
+mod additive;
 mod alibi;
 mod backward;
 mod block;
@@ -30,6 +31,7 @@ use listed::Listed;
 use memory::reserved;
 use tasks::{Task, Tasks, Team};
 
+pub(crate) use additive::{Additive, AdditiveMut};
 pub(crate) use alibi::Slopes;
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward};
 pub(crate) use fp8::{Fp8Inputs, Fp8Outputs, check_factors, forward as forward_fp8};
@@ -52,6 +54,7 @@ pub(crate) struct Inputs<'a, T> {
     pub v: HostRef<'a, T, 4>,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub bias: Additive<'a>,
     pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
 }
@@ -95,7 +98,7 @@ pub(crate) fn forward<T: Float>(
     let sequences = Sequences::new(problem, &inputs.lengths)?;
     let listed = Listed::new(problem, inputs.lists.as_ref())?;
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
-    let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks))?;
+    let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks, problem.bias().is_some()))?;
     let mut max_logits = reserved(if outputs.max_logits.is_some() { dims.heads_q } else { 0 })?;
     matmul::check_memory(team.threads())?;
     if outputs.max_logits.is_some() {

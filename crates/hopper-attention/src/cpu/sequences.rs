@@ -49,6 +49,11 @@ impl Sequences {
         Ok(Self { dims, packed, listed: Some(listed) })
     }
 
+    /// Sequences of these sizes, which all have all rows of their batch element.
+    pub fn of_dims(dims: Dims) -> Self {
+        Self { dims, packed: [false; 2], listed: None }
+    }
+
     /// As [`new`](Self::new), where the other side's lengths are not known. Only this side of the sequences means something.
     pub fn of_side(problem: &ForwardProblem, lengths: &Lengths<'_>, side: Side) -> Result<Self> {
         lengths.check_side(problem, side)?;

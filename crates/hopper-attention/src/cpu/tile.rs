@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::additive;
 use super::alibi::Bias;
 use super::block::{self, Block, Keys};
 use super::listed::{self, Listed};
@@ -29,11 +30,14 @@ pub(super) struct Scratch<T> {
     pub scores: Vec<f32>,
     /// Sums of weights times values: `[queries, head_dim_vo]`.
     pub sums: Vec<f32>,
+    /// The additive biases of the scores. Empty where there is no bias.
+    pub biases: Vec<f32>,
     pub kept: Vec<Range<usize>>,
 }
 
 impl<T> Scratch<T> {
-    pub fn new(dims: Dims, blocks: Blocks) -> Result<Self> {
+    /// `biased` says whether there is an additive bias.
+    pub fn new(dims: Dims, blocks: Blocks, biased: bool) -> Result<Self> {
         let (queries, keys) = (blocks.tokens.min(dims.seqlen_q), blocks.walked.min(dims.seqlen_kv));
         Ok(Self {
             o: reserved(queries * dims.head_dim_vo)?,
@@ -44,6 +48,7 @@ impl<T> Scratch<T> {
             v: reserved(keys * dims.head_dim_vo)?,
             scores: reserved(queries * keys)?,
             sums: reserved(queries * dims.head_dim_vo)?,
+            biases: reserved(if biased { queries * keys } else { 0 })?,
             kept: reserved(queries)?,
         })
     }
@@ -83,7 +88,7 @@ pub(super) fn forward<T: Float>(
     let start = block::first_visited(start, blocks.walked, listed.is_some());
 
     let bias = Bias::of(problem, &inputs.alibi, &task.sequence, task.head);
-    let Scratch { o, lse, max_logit, q, k, v, scores, sums, kept } = scratch;
+    let Scratch { o, lse, max_logit, q, k, v, scores, sums, biases, kept } = scratch;
     load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
@@ -95,10 +100,11 @@ pub(super) fn forward<T: Float>(
         }
         load(&inputs.k, of_keys, head_kv, first..first + keys, k);
         load(&inputs.v, of_keys, head_kv, first..first + keys, v);
+        inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), first..first + keys, biases);
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(problem.softmax_scale(), queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);
-        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept).of_pairs(pairs);
+        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept).of_pairs(pairs).with_bias(biases);
         for ((((row, query), kept), scores), sums) in rows
             .iter_mut()
             .zip(task.tokens.clone())
@@ -109,6 +115,9 @@ pub(super) fn forward<T: Float>(
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
             cap(problem.softcap(), &mut scores[kept.clone()]);
+            if !biases.is_empty() {
+                additive::add(&mut scores[kept.clone()], &biases[(query - task.tokens.start) * keys..][kept.clone()]);
+            }
             if let Some(bias) = &bias {
                 bias.subtract(query, first + kept.start, &mut scores[kept.clone()]);
             }

@@ -71,6 +71,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 d_lse: args.read(Slot::DLse),
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().forward().sinks()),
+                bias: args.bias(plan.problem().forward().bias()),
                 alibi: args.read(Slot::AlibiSlopes),
                 lists: args.lists(),
             },
@@ -79,6 +80,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 d_k: required(Slot::DK, args.write(Slot::DK))?,
                 d_v: required(Slot::DV, args.write(Slot::DV))?,
                 d_sinks: args.write(Slot::DSinks),
+                d_bias: args.d_bias(plan.problem().forward().bias()),
             },
         )
     };

@@ -57,10 +57,16 @@ pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelA
 
 fn descriptor(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     match slot.rank() {
-        _ if matches!(slot, Slot::MaskBlockIdx | Slot::FullBlockIdx | Slot::MaskBits) => list(slot, raw),
+        _ if is_listed(slot) => list(slot, raw),
         MAX_RANK => moved_by_tma(slot, raw),
         _ => read_by_element(slot, raw),
     }
+}
+
+/// Whether the dimensions of a tensor with four are not those of Q: lists of blocks, and a bias.
+fn is_listed(slot: Slot) -> bool {
+    use Slot::{Bias, DBias, FullBlockIdx, MaskBits, MaskBlockIdx};
+    matches!(slot, MaskBlockIdx | FullBlockIdx | MaskBits | Bias | DBias)
 }
 
 /// The descriptor of a tensor `[batch, seqlen, heads, head_dim]`, or of a packed one, which has no `batch`. Kernels move it with
@@ -109,7 +115,8 @@ fn read_by_element(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
 }
 
 /// The descriptor of lists `[batch, heads, blocks of queries, elements]`. Kernels read an index at a time, and the bits of a query
-/// in 16 bytes. A dimension of size 1 gets stride 0: all batch entries or heads then share its lists.
+/// in 16 bytes. A dimension of size 1 gets stride 0: all batch entries or heads then share its lists. A bias has queries in the place
+/// of blocks of queries.
 fn list(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
     let mut used = [0; 3];

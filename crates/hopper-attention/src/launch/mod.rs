@@ -17,12 +17,12 @@ mod raw;
 use std::ffi::c_void;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
-use crate::cpu::{HostMut, HostRef, ListInputs, Sinks};
+use crate::cpu::{Additive, AdditiveMut, HostMut, HostRef, ListInputs, Sinks};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::operand::Slot;
 use crate::plan::{Planned, Target, not_on_a_gpu};
-use crate::problem::ForwardProblem;
+use crate::problem::{Bias, ForwardProblem};
 use crate::sequences::Lengths;
 #[cfg(feature = "cuda")]
 use crate::sequences::Side;
@@ -142,6 +142,36 @@ impl RawArgs {
             match dtype {
                 Some(DType::BF16) => self.read(Slot::Sinks).map_or(Sinks::None, Sinks::Bf16),
                 _ => self.read(Slot::Sinks).map_or(Sinks::None, Sinks::F32),
+            }
+        }
+    }
+
+    /// The additive bias, if it was given.
+    ///
+    /// # Safety
+    /// As [`read`](Self::read): it was checked to be of the type that `bias` says, f32, bf16 or f16.
+    unsafe fn bias<'a>(&self, bias: Option<Bias>) -> Additive<'a> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match bias.map(|bias| bias.dtype()) {
+                Some(DType::BF16) => self.read(Slot::Bias).map_or(Additive::None, Additive::Bf16),
+                Some(DType::F16) => self.read(Slot::Bias).map_or(Additive::None, Additive::F16),
+                _ => self.read(Slot::Bias).map_or(Additive::None, Additive::F32),
+            }
+        }
+    }
+
+    /// The gradient of the additive bias, if it was given.
+    ///
+    /// # Safety
+    /// As [`bias`](Self::bias).
+    unsafe fn d_bias<'a>(&self, bias: Option<Bias>) -> Option<AdditiveMut<'a>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match bias.map(|bias| bias.dtype()) {
+                Some(DType::BF16) => self.write(Slot::DBias).map(AdditiveMut::Bf16),
+                Some(DType::F16) => self.write(Slot::DBias).map(AdditiveMut::F16),
+                _ => self.write(Slot::DBias).map(AdditiveMut::F32),
             }
         }
     }

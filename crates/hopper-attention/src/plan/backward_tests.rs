@@ -61,6 +61,10 @@ fn rows_for_capped_scores_are_for_them_alone() {
     let text =
         "unsupported: backward sm90 kernels for bf16 without softcap, alibi and max_logits; nearest: with one of them";
     assert_eq!(refused(0.0, &both[6..]), text);
+    let forward = ForwardProblem::builder(DType::BF16, DIMS).bias(Some(crate::problem::Bias::new(DType::F16)));
+    let biased = BackwardProblem::builder(&forward.build().unwrap()).d_bias(true).build().unwrap();
+    let text = "unsupported: a bias with backward sm90 kernels for bf16; nearest: Device::cpu(), or no bias";
+    assert_eq!(select_backward(&biased, &H100, &both).unwrap_err().to_string(), text);
     // ALiBi needs such a row, too. The maximum logit is no matter of gradients.
     let of = |alibi: bool, softcap: f32| {
         let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).softcap(softcap);

@@ -54,13 +54,14 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 2. instruction set: the one that the problem asks for, or else the newest of those left;
 /// 3. element type of Q, K and V;
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
-/// 5. what is done to scores or read of them (softcap, ALiBi, the maximum logit): the kernel takes such problems, or problems
+/// 5. an additive bias: no kernel has it yet;
+/// 6. what is done to scores or read of them (softcap, ALiBi, the maximum logit): the kernel takes such problems, or problems
 ///    without any of it;
-/// 6. softcap and ALiBi together: the kernel is not of the sm80 backward;
-/// 7. scores in f16: only if the problem allows them;
-/// 8. mask class;
-/// 9. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 10. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 7. softcap and ALiBi together: the kernel is not of the sm80 backward;
+/// 8. scores in f16: only if the problem allows them;
+/// 9. mask class;
+/// 10. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 11. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
@@ -116,6 +117,15 @@ pub(super) fn fitting<'a>(
             let arch = list(rows, |row| row.arch.to_string());
             let wanted = format!("packed sequences or used lengths with {pass}{arch} kernels for {dtype}");
             (wanted, "Device::cpu(), or one problem for each length".into())
+        },
+    )?;
+    let rows = filter_rows(
+        rows,
+        |_| problem.bias().is_none(),
+        |rows| {
+            let pass = if is_backward(rows) { "backward " } else { "" };
+            let arch = list(rows, |row| row.arch.to_string());
+            (format!("a bias with {pass}{arch} kernels for {dtype}"), "Device::cpu(), or no bias".into())
         },
     )?;
     let modifiers = modifiers(problem);

@@ -652,6 +652,17 @@ fn more_tiles_than_a_kernel_counts_are_refused() {
     assert!(refused(&of(most + 1), &H100, &table()).contains("below 2^31 - 2^20 tiles"));
 }
 
+/// No kernel has an additive bias yet.
+#[test]
+fn a_bias_is_refused_by_name() {
+    let bias = crate::problem::Bias::new(DType::F32).per_head(true);
+    let biased = problem(DIMS, Mask::causal()).to_builder().bias(Some(bias)).build().unwrap();
+    let text = "unsupported: a bias with sm90 kernels for bf16; nearest: Device::cpu(), or no bias";
+    assert_eq!(refused(&biased, &H100, &table()), text);
+    let plain = biased.to_builder().bias(None).build().unwrap();
+    assert!(select(&plain, &H100, &table()).is_ok());
+}
+
 /// Lists of blocks have rows of their own, whatever the mask beside them is, and a place in the workspace.
 #[test]
 fn lists_of_blocks_take_rows_of_their_class() {

@@ -73,6 +73,23 @@ impl BackwardProblemBuilder {
         self.operand(Slot::DSinks, wanted)
     }
 
+    /// Whether the gradient of the bias is an output, in the shape and type of the bias (default: no). The forward problem must have
+    /// a [`bias`](crate::ForwardProblemBuilder::bias).
+    ///
+    /// ```text
+    /// dBias = P * (dO V^T - delta)        summed over the batch entries, heads and queries that share a bias
+    /// ```
+    ///
+    /// - It is the gradient of the loss with respect to the bias itself. The softmax scale and the derivative of a softcap are not
+    ///   in it.
+    /// - It is summed in f32, in a fixed order: the same inputs give the same bits, with any number of threads. No buffer grows with
+    ///   `seqlen_q * seqlen_kv`.
+    /// - Where all pairs that share a bias are hidden, the gradient is 0.
+    /// - On the CPU it takes a third walk over all pairs.
+    pub fn d_bias(self, wanted: bool) -> Self {
+        self.operand(Slot::DBias, wanted)
+    }
+
     /// Adds or removes an optional operand by its name. `operand(Slot::DLse, true)` is the same as `d_lse(true)`.
     pub fn operand(self, slot: Slot, wanted: bool) -> Self {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
@@ -98,11 +115,15 @@ impl BackwardProblemBuilder {
     ///
     /// # Errors
     /// - [`Error::Dtype`] for a forward problem with e4m3 operands, which has no gradients.
-    /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass, and for the gradient of sinks where
-    ///   the forward problem has none.
+    /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass, and for the gradient of sinks or of a
+    ///   bias where the forward problem has none.
     pub fn build(self) -> Result<BackwardProblem> {
         let Self { forward, asked_for, deterministic, sm_margin } = self;
-        asked_for.check_among(&[Slot::DLse, Slot::DSinks])?;
+        asked_for.check_among(&[Slot::DLse, Slot::DSinks, Slot::DBias])?;
+        if asked_for.contains(Slot::DBias) && forward.bias().is_none() {
+            let allowed = "with a forward problem that was made with a bias only".into();
+            return Err(Error::Value { what: "d_bias", got: "asked for".into(), allowed });
+        }
         if asked_for.contains(Slot::DSinks) && forward.sinks().is_none() {
             let allowed = "with a forward problem that was made with sinks only".into();
             return Err(Error::Value { what: "d_sinks", got: "asked for".into(), allowed });
@@ -163,6 +184,9 @@ impl BackwardProblem {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            self.forward.bias_operand(),
+            Operand::write(Slot::DBias, self.forward.bias_dtype(), self.forward.bias_shape())
+                .when(self.wants_d_bias(), "d_bias"),
         ])
     }
 
@@ -189,6 +213,11 @@ impl BackwardProblem {
     /// Whether the gradient of the attention sinks is an output.
     pub fn wants_d_sinks(&self) -> bool {
         self.wants(Slot::DSinks)
+    }
+
+    /// Whether the gradient of the bias is an output.
+    pub fn wants_d_bias(&self) -> bool {
+        self.wants(Slot::DBias)
     }
 
     /// Whether every run must give the same bits.
@@ -222,9 +251,10 @@ impl BackwardProblem {
     }
 
     /// Whether there is no gradient to compute. A problem with keys and no queries is not empty: dK and dV are zeros. Nor is
-    /// one whose rows are all a gap that is to be filled, or one with a gradient of sinks.
+    /// one whose rows are all a gap that is to be filled, or one with a gradient of sinks, or of a bias that has elements.
     pub fn is_empty(&self) -> bool {
-        if self.wants_d_sinks() {
+        let writes_d_bias = self.wants_d_bias() && !self.forward.bias_shape().contains(&0);
+        if self.wants_d_sinks() || writes_d_bias {
             return false;
         }
         let (dims, forward) = (self.dims(), &self.forward);
@@ -264,7 +294,8 @@ impl fmt::Display for BackwardProblem {
         let deterministic = if self.deterministic { " deterministic" } else { "" };
         write!(f, "backward {} scale {}{d_lse}", self.forward.numbers(), self.softmax_scale())?;
         self.forward.write_sinks(f)?;
-        write!(f, "{}{deterministic}", if self.wants_d_sinks() { " d_sinks" } else { "" })?;
+        write!(f, "{}", if self.wants_d_sinks() { " d_sinks" } else { "" })?;
+        write!(f, "{}{deterministic}", if self.wants_d_bias() { " d_bias" } else { "" })?;
         self.forward.write_fill_gaps(f)?;
         self.forward.write_restrictions(f)
     }

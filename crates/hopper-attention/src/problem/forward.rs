@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::bias::Bias;
 use super::block_mask::BlockMask;
 use super::dims::Dims;
 use super::fp8::Fp8;
@@ -16,8 +17,8 @@ use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::{Rows, Scaling};
 
 /// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options. With a
-/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask, and with
-/// [`alibi`](ForwardProblemBuilder::alibi) they then fall with the distance of query and key.
+/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask. A [`bias`](ForwardProblemBuilder::bias) is then
+/// added to them, and with [`alibi`](ForwardProblemBuilder::alibi) they fall with the distance of query and key.
 ///
 /// A problem holds numbers and no memory. It is checked when it is built. It does not depend on a device. It implements
 /// `Eq` and `Hash`, so that a program can keep a map from problems to plans.
@@ -51,6 +52,8 @@ pub struct ForwardProblem {
     pub(super) alibi: Option<AlibiSlopes>,
     /// The form of the lists of blocks. `None` where there are none.
     pub(super) block_mask: Option<BlockMask>,
+    /// The form of the additive bias. `None` where there is none.
+    pub(super) bias: Option<Bias>,
 }
 
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
@@ -75,6 +78,7 @@ pub struct ForwardProblemBuilder {
     /// Which ALiBi slopes there are, where they were asked for.
     pub(super) alibi: AlibiSlopes,
     pub(super) block_mask: Option<BlockMask>,
+    pub(super) bias: Option<Bias>,
 }
 
 impl ForwardProblemBuilder {
@@ -227,10 +231,10 @@ impl ForwardProblemBuilder {
     /// - an operand was asked for that is not an optional operand of a forward pass.
     ///
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
-    /// sinks are not f32 or bf16.
+    /// sinks are not f32 or bf16, or the bias is not f32, bf16 or f16.
     ///
-    /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask)
-    /// with e4m3 operands, packed tensors or used lengths.
+    /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask) or
+    /// a [`bias`](Self::bias) with e4m3 operands, packed tensors or used lengths.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -261,6 +265,8 @@ impl ForwardProblemBuilder {
         let softmax_scale = Scale(softmax_scale);
         let block_mask = self.block_mask;
         block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, dtype, asked_for))?;
+        let bias = self.bias;
+        bias.map_or(Ok(()), |bias| bias.check(dtype, asked_for))?;
         Ok(ForwardProblem {
             dtype,
             dims,
@@ -275,6 +281,7 @@ impl ForwardProblemBuilder {
             sinks,
             alibi,
             block_mask,
+            bias,
         })
     }
 }
@@ -298,6 +305,7 @@ impl ForwardProblem {
             sinks: DType::F32,
             alibi: AlibiSlopes::default(),
             block_mask: None,
+            bias: None,
         }
     }
 
@@ -319,6 +327,7 @@ impl ForwardProblem {
             sinks: self.sinks.unwrap_or(DType::F32),
             alibi: self.alibi.unwrap_or_default(),
             block_mask: self.block_mask,
+            bias: self.bias,
         }
     }
 
@@ -354,6 +363,7 @@ impl ForwardProblem {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            self.bias_operand(),
         ])
     }
 
@@ -510,7 +520,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}{}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}{}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -524,6 +534,7 @@ impl ForwardProblem {
             self.mask,
             self.softcap_text(),
             self.block_mask_text(),
+            self.bias_text(),
             self.alibi_text(),
             if self.wants_max_logits() { " max_logits" } else { "" }
         )

@@ -4,6 +4,8 @@
 
 mod alibi;
 mod backward;
+mod bias;
+mod biased;
 mod block_mask;
 mod blocks;
 mod dims;
@@ -19,6 +21,7 @@ mod sinks;
 mod softcap;
 
 pub use backward::{BackwardProblem, BackwardProblemBuilder};
+pub use bias::Bias;
 pub use block_mask::{BlockMask, MASK_BLOCK, MASK_BLOCK_WORDS};
 pub use dims::Dims;
 pub use forward::{ForwardProblem, ForwardProblemBuilder};

@@ -1,6 +1,8 @@
-//! Which pairs of a query and a key are kept: by the mask, and by the lists of blocks where a problem has these.
+//! Which pairs of a query and a key are kept: by the mask, by the lists of blocks where a problem has these, and by a bias that is
+//! not -inf.
 
 use super::Modifiers;
+use super::additive::Additive;
 use crate::blocks::{BlockKind, BlockTable, has_bit};
 use crate::error::Result;
 use crate::mask::Mask;
@@ -12,6 +14,7 @@ pub(super) struct Kept<'a> {
     seqlen_q: usize,
     seqlen_kv: usize,
     lists: Option<Lists<'a>>,
+    bias: Option<Additive<'a>>,
 }
 
 struct Lists<'a> {
@@ -34,13 +37,15 @@ impl<'a> Kept<'a> {
             }
             _ => None,
         };
-        Ok(Self { mask: problem.mask(), seqlen_q: dims.seqlen_q, seqlen_kv: dims.seqlen_kv, lists })
+        let (mask, bias) = (problem.mask(), Additive::of(problem, modifiers));
+        Ok(Self { mask, seqlen_q: dims.seqlen_q, seqlen_kv: dims.seqlen_kv, lists, bias })
     }
 
     /// Whether a pair is kept.
     pub fn keep(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         self.mask.keep(query, key, self.seqlen_q, self.seqlen_kv)
             && self.lists.as_ref().is_none_or(|lists| lists.keep(batch, head, query, key))
+            && self.bias.is_none_or(|bias| bias.at(batch, head, query, key) != f64::NEG_INFINITY)
     }
 }
 

@@ -14,8 +14,8 @@
 //! [`forward_of`], [`backward_of`], [`Expected::of`] and others. Each sequence is computed as a problem of its own. Rows of no
 //! sequence are judged only where the problem fills gaps.
 //!
-//! Problems with [`Modifiers`] (attention sinks, ALiBi slopes, lists of blocks) take these too: [`forward_with`], [`backward_with`], [`Expected::with`] and
-//! others.
+//! Problems with [`Modifiers`] (attention sinks, a bias, ALiBi slopes, lists of blocks) take these too: [`forward_with`],
+//! [`backward_with`], [`Expected::with`] and others.
 //!
 //! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
 //! two heads, and two to three times that for gradients.
@@ -38,6 +38,7 @@
 //! # Ok::<(), hopper_attention::Error>(())
 //! ```
 
+mod additive;
 mod alibi;
 mod blocks;
 mod oracle;
@@ -53,8 +54,8 @@ pub mod tolerance;
 mod work;
 
 pub use oracle::{
-    BackwardOracle, MaxLogit, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with, forward,
-    forward_of, forward_with,
+    BackwardOracle, BiasNoise, MaxLogit, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with,
+    forward, forward_of, forward_with,
 };
 pub use plain::{
     BackwardPlain, Plain, backward_plain, backward_plain_of, backward_plain_with, forward_plain, forward_plain_of,
@@ -70,7 +71,7 @@ use work::Work;
 
 use crate::blocks::BlockLists;
 use crate::error::{Error, Result};
-use crate::operand::Slot;
+use crate::operand::{Presence, Slot};
 use crate::problem::{AlibiSlopes, BackwardProblem, ForwardProblem};
 
 /// What a problem reads beside Q, K and V that changes its softmax. The default is nothing.
@@ -82,6 +83,9 @@ pub struct Modifiers<'a> {
     /// The ALiBi slopes, `[heads_q]` or `[batch, heads_q]` as the problem has them. Given exactly where the problem has
     /// [`alibi`](crate::ForwardProblemBuilder::alibi).
     pub alibi_slopes: Option<&'a [f64]>,
+    /// The additive bias, `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]` in row-major order, as the tested computation reads
+    /// it: already rounded to its type. Given exactly where the problem has a [`bias`](crate::ForwardProblemBuilder::bias).
+    pub bias: Option<&'a [f64]>,
     /// The lists of blocks. Given exactly where the problem has a [`block_mask`](crate::ForwardProblemBuilder::block_mask).
     pub blocks: Option<BlockLists<'a>>,
 }
@@ -109,7 +113,7 @@ impl Modifiers<'_> {
             }
             (None, None) => {}
         }
-        let given = [(Slot::Sinks, self.sinks), (Slot::AlibiSlopes, self.alibi_slopes)];
+        let given = [(Slot::Sinks, self.sinks), (Slot::AlibiSlopes, self.alibi_slopes), (Slot::Bias, self.bias)];
         given.into_iter().try_for_each(|(slot, list)| check_list(problem, slot, list))
     }
 }
@@ -120,7 +124,7 @@ fn check_list(problem: &ForwardProblem, slot: Slot, list: Option<&[f64]>) -> Res
     let Some(operand) = operands.find(slot) else { return Ok(()) };
     let name = slot.name();
     let refuse = |got: &str, allowed| Err(Error::Value { what: name, got: got.into(), allowed });
-    match (problem.wants(slot), list) {
+    match (operand.presence() == Presence::Required, list) {
         (true, None) => refuse("missing", format!("the {name}, which the problem reads")),
         (false, Some(_)) => refuse("given", format!("none, since the problem has no {name}")),
         (true, Some(list)) if list.len() != operand.shape().iter().product::<usize>() => Err(Error::Shape {

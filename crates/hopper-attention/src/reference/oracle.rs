@@ -4,7 +4,7 @@
 mod backward;
 mod max_logits;
 
-use super::alibi::Alibi;
+use super::additive::Added;
 use super::blocks::Kept;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
@@ -19,7 +19,7 @@ use crate::sequences::Lengths;
 use max_logits::Sums;
 
 pub(super) use backward::backward_told;
-pub use backward::{BackwardOracle, Noise, SinkNoise, backward, backward_of, backward_with};
+pub use backward::{BackwardOracle, BiasNoise, Noise, SinkNoise, backward, backward_of, backward_with};
 pub use max_logits::MaxLogit;
 
 /// The exact results of a forward pass.
@@ -75,9 +75,9 @@ pub struct RowScale {
     pub share: f64,
     /// The softcap, if a key is kept, or 0: the size of the errors that tanh makes.
     pub cap: f64,
-    /// The magnitude of ALiBi's biases, averaged over keys by weight as [`score`](Self::score) is. A unit roundoff times this
-    /// number is the size of the errors that they add to a score.
-    pub alibi: f64,
+    /// The magnitude of what is added to the scores (the bias, and ALiBi), averaged over keys by weight as [`score`](Self::score) is. A
+    /// unit roundoff times this number is the size of the errors that they add to a score.
+    pub added: f64,
     /// The sum of the weights of the keys, where the largest is 1. The sink has no part in it.
     pub key_weights: f64,
 }
@@ -252,12 +252,12 @@ impl Exact<'_> {
         let mut kept = vec![false; scores.len()];
         let mut p = vec![0.0; scores.len()];
         let mut soft = Vec::with_capacity(queries.count);
-        let alibi = Alibi::of(self.problem, self.modifiers, [batch, head]);
+        let added = Added::of(self.problem, self.modifiers, [batch, head]);
         for (row, query) in queries.iter().enumerate() {
             let columns: Vec<usize> = (0..count).filter(|column| keeps(query, keys.first + column)).collect();
             let at = row * count;
-            let bias = |column| alibi.bias(query, keys.first + column);
-            let row = Soft::new(self.problem, columns, &scores[at..at + count], bias, self.modifiers.sink(head));
+            let added = |column| added.at(query, keys.first + column);
+            let row = Soft::new(self.problem, columns, &scores[at..at + count], added, self.modifiers.sink(head));
             for (&column, weight) in row.columns.iter().zip(&row.weights) {
                 (kept[at + column], p[at + column]) = (true, weight / row.sum);
             }
@@ -276,9 +276,9 @@ impl Exact<'_> {
             let of_row = i * count..(i + 1) * count;
             let q_row = self.q.row(batch, query, head);
             let o = o[i * dim..(i + 1) * dim].to_vec();
-            let bias = |column| [alibi.bias(query, keys.first + column), alibi.size(query, keys.first + column)];
+            let added = |column| [added.at(query, keys.first + column), added.size(query, keys.first + column)];
             let along = &scores[of_row.clone()];
-            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, bias, along, &mut p[of_row]));
+            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, added, along, &mut p[of_row]));
         }
         // `p` holds the squares of what each weight's error is a share of.
         let mut squares = vec![0.0; queries.count * dim];
@@ -291,7 +291,7 @@ impl Exact<'_> {
     }
 
     /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the
-    /// other noise is made of. `bias` gives the bias in a column, and its magnitude.
+    /// other noise is made of. `added` gives what is added to the score in a column, and its magnitude.
     #[expect(clippy::too_many_arguments, reason = "one row of one tile")]
     fn row(
         &self,
@@ -300,7 +300,7 @@ impl Exact<'_> {
         q_row: &[f64],
         o: Vec<f64>,
         soft: &Soft,
-        bias: impl Fn(usize) -> [f64; 2],
+        added: impl Fn(usize) -> [f64; 2],
         along: &[f64],
         p: &mut [f64],
     ) -> Row {
@@ -330,15 +330,15 @@ impl Exact<'_> {
             // A key of weight 0 may be infinite. So may one whose score is at the cap.
             let left = softcap.steepest(soft.uncapped(i), size * k_norms[column]);
             let part = of_key * left;
-            let [bias, bias_size] = bias(column);
-            biases += of_key * bias_size;
+            let [added, added_size] = added(column);
+            biases += of_key * added_size;
             if self.problem.wants_max_logits() {
                 let k_row = self.k.row(batch, keys.first + column, head_kv);
                 let of_sum = SCORE_ROUNDOFFS * score_roundoff * size * k_norms[column];
-                let later = SCORE_ROUNDOFFS * U32 * (softcap.cap + bias_size);
+                let later = SCORE_ROUNDOFFS * U32 * (softcap.cap + added_size);
                 match Sums::of(softmax_scale, q_row, k_row, q_norm * k_norms[column]) {
                     None => max_logit.take(soft.scores[i], of_sum * left + later),
-                    Some(sums) => max_logit.take_any(&sums, |sum| softcap.score(sum) - bias, of_sum, later),
+                    Some(sums) => max_logit.take_any(&sums, |sum| softcap.score(sum) + added, of_sum, later),
                 }
             }
             if part != 0.0 {
@@ -367,7 +367,7 @@ impl Exact<'_> {
             sink: soft.sink_size,
             share: soft.weights.iter().sum::<f64>() / soft.sum,
             cap: softcap.cap,
-            alibi: biases,
+            added: biases,
             key_weights: soft.of_keys,
         };
         Row { o, weighted: centred, lost, lse: soft.lse, scale, max_logit }
@@ -394,20 +394,20 @@ struct Soft {
 }
 
 impl Soft {
-    /// `bias` gives what the score of a column loses to ALiBi.
+    /// `added` gives what is added to the score of a column.
     fn new(
         problem: &ForwardProblem,
         columns: Vec<usize>,
         products: &[f64],
-        bias: impl Fn(usize) -> f64,
+        added: impl Fn(usize) -> f64,
         sink: f64,
     ) -> Self {
         let softmax_scale = f64::from(problem.softmax_scale());
         let mut scores: Vec<f64> = columns.iter().map(|&column| softmax_scale * products[column]).collect();
         let (softcap, mut before_cap) = (Softcap::of(problem), Vec::new());
-        if softcap.cap != 0.0 || problem.alibi().is_some() {
+        if softcap.cap != 0.0 || problem.alibi().is_some() || problem.bias().is_some() {
             before_cap.clone_from(&scores);
-            let modified = |score: f64, column: usize| softcap.score(score) - bias(column);
+            let modified = |score: f64, column: usize| softcap.score(score) + added(column);
             scores.iter_mut().zip(&columns).for_each(|(score, &column)| *score = modified(*score, column));
         }
         // `f64::max` ignores a NaN. The weight of that key below is NaN, and so is then the row.

@@ -4,7 +4,7 @@
 
 mod backward;
 
-use super::alibi::Alibi;
+use super::additive::Added;
 use super::blocks::Kept;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::work::{PLAIN_UNITS, Work};
@@ -31,7 +31,7 @@ pub struct Plain {
 /// Computes the forward pass in the problem's precision, one query at a time:
 ///
 /// 1. scores: products of the inputs, accumulated in f32, times the softmax scale; with a cap `c` then `c * tanh(score / c)`;
-///    with ALiBi then minus `slope * distance`;
+///    with a bias then plus the bias; with ALiBi then minus `slope * distance`;
 /// 2. `p = exp(score - row_max)` and its sum, in f32;
 /// 3. `p` rounded to the input type; products with V, accumulated in f32;
 /// 4. divided by the sum, and rounded to the output type. (The sum has the weight of the sink, where there are sinks.)
@@ -202,14 +202,14 @@ fn row(
     modifiers: Modifiers<'_>,
     [batch, head, query]: [usize; 3],
 ) -> (Vec<f32>, f32, f32) {
-    let (sink, alibi) = (modifiers.sink(head) as f32, Alibi::of(problem, modifiers, [batch, head]));
+    let (sink, added) = (modifiers.sink(head) as f32, Added::of(problem, modifiers, [batch, head]));
     let dims = problem.dims();
     let head_kv = head / (dims.heads_q / dims.heads_kv);
     let q_row = q.row(batch, query, head);
 
     let keys: Vec<usize> = (0..dims.seqlen_kv).filter(|&key| kept.keep(batch, head, query, key)).collect();
     let product = |key| problem.softmax_scale() * dot(q_row, k.row(batch, key, head_kv));
-    let score = |&key: &usize| capped(problem, product(key)).0 - alibi.bias(query, key) as f32;
+    let score = |&key: &usize| added.add_to(capped(problem, product(key)).0, query, key);
     let scores: Vec<f32> = keys.iter().map(score).collect();
 
     let mut o = vec![0.0_f32; dims.head_dim_vo];

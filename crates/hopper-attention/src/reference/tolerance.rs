@@ -121,6 +121,13 @@
 //! are rounded. So `4 * 2^-24 * sum p |b|` is added to the error of the scores: in the floor of the output (there divided by
 //! `sum p`, as `sum p |k|` is) and in the `max` of the LSE; and `4 * 2^-24 * |b_ij|` in `s` of the gradients.
 //!
+//! # Scores with a bias
+//!
+//! A [`bias`](crate::ForwardProblemBuilder::bias) `a` is added to a score `x` before ALiBi's `b` is subtracted. The two roundings are off
+//! by no more than `2^-24 (2 |x| + 2 |a| + |b|)`, and the product that `b` is by `2^-24 |b|`. So `|a| + |b|` takes the place of `|b|` in the
+//! lines above and below. (`|x|` is no more than `|scale| |q| |k|` or the cap, which are there already.) A pair whose bias is -inf is not
+//! kept, so it has no part in any sum.
+//!
 //! # Maximum logits
 //!
 //! ```text
@@ -179,6 +186,19 @@
 //! ```
 //!
 //! It is f32 for all operands. Its ulp is one of f32.
+//!
+//! dBias is a sum over the batch entries, heads and queries `i` that share the bias of a key `j`. It has no derivative of a cap:
+//!
+//! ```text
+//! dBias_j  = sum over i of b_ij              b_ij = p_ij (dP_ij - delta_i)
+//! noise^2  = sum (n(b_ij)^2 + (p_ij n(delta_i))^2)
+//! n(b)     = (sqrt(2) u + s) |b| + p * 4 * 2^-24 * |dO_i| |v_j| + t
+//! floor    = 1.5 * (noise + 2^-24 * sqrt(pairs) * size of the terms)
+//! ```
+//!
+//! - A row is the biases of all keys of one batch entry, head and query of the bias. Its ulp is one of the bias's type.
+//! - `t` is that of the other gradients. Half the smallest subnormal of the bias's type is allowed in addition.
+//! - An element whose pairs are all hidden must be 0.
 //!
 //! # Groups of elements
 //!
@@ -469,8 +489,8 @@ impl Expected {
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
             // What the sink leaves of a row has the relative error of the keys' scores, however little it is.
             let score = if scale.share > 0.0 { scale.score / scale.share } else { scale.score };
-            let alibi = if scale.share > 0.0 { scale.alibi / scale.share } else { scale.alibi };
-            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap + alibi));
+            let added = if scale.share > 0.0 { scale.added / scale.share } else { scale.added };
+            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap + added));
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let flushed: Vec<f64> = match &self.flush {
@@ -542,7 +562,7 @@ impl Expected {
             // A query without keys has LSE -inf, or its sink. It must match exactly, and must not widen the bound on the
             // tensor.
             let magnitude = if exact.is_finite() { scale.row_max.abs() + (exact - scale.row_max).abs() } else { 0.0 };
-            let of_scores = self.lse_roundoff * scale.score + U32 * (scale.sink + scale.cap + scale.alibi);
+            let of_scores = self.lse_roundoff * scale.score + U32 * (scale.sink + scale.cap + scale.added);
             let floor = SCORE_ROUNDOFFS * of_scores + self.lse_least;
             let ulp = if scale.keys == 0 { 0.0 } else { 2.0 * U32 * magnitude.max(1.0) };
             tally.row(&Row {

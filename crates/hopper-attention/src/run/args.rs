@@ -156,6 +156,14 @@ impl<'a> ForwardArgs<'a> {
         Self(self.0.read(Slot::AlibiSlopes, slopes))
     }
 
+    /// The additive bias, `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`: f32, bf16 or f16.
+    ///
+    /// It must be given exactly when the problem was made with a [`bias`](crate::ForwardProblemBuilder::bias), in the shape and type
+    /// that it says.
+    pub fn bias<T: Element>(self, bias: TensorRef<'a, T, 4>) -> Self {
+        Self(self.0.read(Slot::Bias, bias))
+    }
+
     fn of<T: Element, O: OutputOf<T>, const Q: usize, const KV: usize>(
         q: TensorRef<'a, T, Q>,
         k: TensorRef<'a, T, KV>,
@@ -288,6 +296,20 @@ impl<'a> BackwardArgs<'a> {
     /// They must be given exactly when the forward problem was made with [`alibi`](crate::ForwardProblemBuilder::alibi).
     pub fn alibi_slopes<const R: usize>(self, slopes: TensorRef<'a, f32, R>) -> Self {
         Self(self.0.read(Slot::AlibiSlopes, slopes))
+    }
+
+    /// The additive bias of the forward pass: see [`ForwardArgs::bias`].
+    ///
+    /// It must be given exactly when the forward problem was made with a [`bias`](crate::ForwardProblemBuilder::bias).
+    pub fn bias<T: Element>(self, bias: TensorRef<'a, T, 4>) -> Self {
+        Self(self.0.read(Slot::Bias, bias))
+    }
+
+    /// The gradient of the additive bias, written, in the shape and type of the bias.
+    ///
+    /// It must be given exactly when the problem was made with [`d_bias(true)`](crate::BackwardProblemBuilder::d_bias).
+    pub fn d_bias<T: Element>(self, d_bias: TensorMut<'a, T, 4>) -> Self {
+        Self(self.0.write(Slot::DBias, d_bias))
     }
 
     /// The gradient of the log-sum-exp of packed queries, `[heads_q, total_q]`.

@@ -46,11 +46,12 @@ fn run<T: Float>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradie
         d_lse: d_lse.as_deref().map(|data| HostRef::of(data, rows)),
         lengths: Lengths::default(),
         sinks: Sinks::None,
+        bias: Additive::None,
         alibi: None,
         lists: None,
     };
     let (d_q_out, d_k_out, d_v_out) = (host_mut(&mut d_q), host_mut(&mut d_k), host_mut(&mut d_v));
-    let outputs = BackwardOutputs { d_q: d_q_out, d_k: d_k_out, d_v: d_v_out, d_sinks: None };
+    let outputs = BackwardOutputs { d_q: d_q_out, d_k: d_k_out, d_v: d_v_out, d_sinks: None, d_bias: None };
     backward::<T>(problem, &inputs, outputs).unwrap();
     let [d_q, d_k, d_v] = [d_q, d_k, d_v].map(|(data, layout)| {
         let values = Tensor::from_strided(&data, &layout);

@@ -1,9 +1,11 @@
 //! The oracle of the gradients: f64, from the definition. Rows of dQ are computed in tiles of queries, and rows of dK
 //! and dV in tiles of keys, each from all pairs of the tile.
 
+mod biases;
+
 use std::f64::consts::SQRT_2;
 
-use super::super::alibi::Alibi;
+use super::super::additive::Added;
 use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
@@ -15,6 +17,8 @@ use super::{Soft, alike, dot, norm, norms};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 use crate::sequences::{Lengths, SequenceRows};
+
+pub use biases::BiasNoise;
 
 /// The exact gradients, and the sizes of their rounding errors.
 #[derive(Clone, Debug)]
@@ -35,6 +39,10 @@ pub struct BackwardOracle {
     pub d_sinks: Vec<f64>,
     /// The rounding errors of dSink, for each head.
     pub d_sinks_noise: Vec<SinkNoise>,
+    /// The gradient of the bias, in its shape, in row-major order. Empty where the problem does not have it.
+    pub d_bias: Vec<f64>,
+    /// The rounding errors of dBias, for each of its elements.
+    pub d_bias_noise: Vec<BiasNoise>,
 }
 
 /// The sizes of rounding errors in the gradient of a sink, `-sum over rows of p * delta`.
@@ -180,7 +188,10 @@ pub(in super::super) fn backward_told(
     let [d_q_noise, d_k_noise, d_v_noise] = shapes.map(Noise::none);
     let heads = if problem.wants_d_sinks() { problem.dims().heads_q } else { 0 };
     let (d_sinks, d_sinks_noise) = (vec![0.0; heads], vec![SinkNoise::default(); heads]);
-    let mut all = BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise };
+    // Such a problem has no bias.
+    let (d_bias, d_bias_noise) = (vec![], vec![]);
+    let mut all =
+        BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise, d_bias, d_bias_noise };
     for piece in pieces {
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
@@ -227,6 +238,7 @@ fn dense(
     drop((of_k, of_v));
     let (d_q, d_q_noise) = with_noise(problem.d_q_shape(), &queries);
     let (d_sinks, d_sinks_noise) = exact.sinks(&rows).into_iter().unzip();
+    let (d_bias, d_bias_noise) = exact.biases(&rows).into_iter().unzip();
 
     let (of_q, of_d_o, magnitudes) = (Squared::new(q), Squared::new(d_o), Vectors::new(q, f64::abs));
     let shape = [dims.batch, dims.heads_kv, dims.seqlen_kv];
@@ -241,7 +253,7 @@ fn dense(
     .unzip();
     let (d_k, d_k_noise) = with_noise(problem.d_k_shape(), &keys);
     let (d_v, d_v_noise) = with_noise(problem.d_v_shape(), &values);
-    Ok(BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise })
+    Ok(BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise, d_bias, d_bias_noise })
 }
 
 /// The tensor that these rows make, and its noise.
@@ -295,8 +307,8 @@ struct Row {
 struct ErrorSize {
     /// The norm of the key, times what the cap leaves of the error of its score.
     norm: f64,
-    /// The magnitude of ALiBi's bias.
-    bias: f64,
+    /// The magnitude of what is added to the score.
+    added: f64,
 }
 
 /// One query and one key that the query keeps. The noise is `n(dS)` in the tolerance.
@@ -332,7 +344,7 @@ impl Exact<'_> {
         let transposed = |tensor| Matrix::of(tensor, batch, head_kv, keys).transposed();
         product(Matrix::of(self.q, batch, head, queries), transposed(self.k), 0.0, &mut scores);
         product(Matrix::of(self.d_o, batch, head, queries), transposed(self.v), 0.0, &mut d_p);
-        let alibi = self.alibi([batch, head]);
+        let added = self.added([batch, head]);
         let mut rows: Vec<(Row, Sum, ErrorSize)> = Vec::with_capacity(queries.count);
         for (i, query) in queries.iter().enumerate() {
             let of_row = i * keys.count..(i + 1) * keys.count;
@@ -365,7 +377,7 @@ impl Exact<'_> {
                 if kept[at] {
                     let (query, key) = (queries.first + i, keys.first + column);
                     let token = self.token(batch, head_kv, key);
-                    let pair = self.pair(row, token, scores[at], p[at], d_p[at], alibi.size(query, key));
+                    let pair = self.pair(row, token, scores[at], p[at], d_p[at], added.size(query, key));
                     scores[at] = self.scale() * pair.d_s;
                     p[at] = (self.scale() * pair.d_s_noise).powi(2);
                 } else {
@@ -423,9 +435,9 @@ impl Exact<'_> {
         let mut sum = Sum::new(dims.head_dim_qk);
         let keeps = |column: &usize| self.kept.keep(batch, head, query, keys.first + column);
         let columns: Vec<usize> = (0..keys.count).filter(keeps).collect();
-        let alibi = self.alibi([batch, head]);
-        let bias = |column| alibi.bias(query, keys.first + column);
-        let soft = Soft::new(self.problem.forward(), columns, scores, bias, self.modifiers.sink(head));
+        let added = self.added([batch, head]);
+        let of_column = |column| added.at(query, keys.first + column);
+        let soft = Soft::new(self.problem.forward(), columns, scores, of_column, self.modifiers.sink(head));
         row.lse = soft.lse;
         if soft.weights.is_empty() {
             return (row, sum, ErrorSize::default());
@@ -436,9 +448,9 @@ impl Exact<'_> {
         for (&column, score) in soft.columns.iter().zip(&soft.scores) {
             (kept[column], p[column]) = (true, (score - row.lse).exp());
             let token = self.token(batch, head_kv, keys.first + column);
-            let size = self.error_size(&row, token, scores[column], alibi.size(query, keys.first + column));
+            let size = self.error_size(&row, token, scores[column], added.size(query, keys.first + column));
             mean.norm += p[column] * size.norm;
-            mean.bias += p[column] * size.bias;
+            mean.added += p[column] * size.added;
         }
         sum.terms = soft.columns.len();
         (row, sum, mean)
@@ -524,7 +536,7 @@ impl Exact<'_> {
             let of_keys = |tensor| Matrix::of(tensor, batch, head_kv, keys);
             product(of_keys(self.k), Matrix::of(self.q, batch, head, queries).transposed(), 0.0, &mut scores);
             product(of_keys(self.v), Matrix::of(self.d_o, batch, head, queries).transposed(), 0.0, &mut d_p);
-            let alibi = self.alibi([batch, head]);
+            let added = self.added([batch, head]);
             let rows = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + queries.first..][..queries.count];
             for (i, key) in keys.iter().enumerate() {
                 let token = self.token(batch, head_kv, key);
@@ -538,10 +550,10 @@ impl Exact<'_> {
                     }
                     let score = self.scale() * scores[at];
                     let query = queries.first + column;
-                    let (bias, bias_size) = (alibi.bias(query, key), alibi.size(query, key));
-                    let p = (self.softcap().score(score) - bias - row.lse).exp();
-                    let error_size = self.error_size(row, token, scores[at], bias_size);
-                    let pair = self.pair(row, token, scores[at], p, d_p[at], bias_size);
+                    let added_size = added.size(query, key);
+                    let p = (self.softcap().score(score) + added.at(query, key) - row.lse).exp();
+                    let error_size = self.error_size(row, token, scores[at], added_size);
+                    let pair = self.pair(row, token, scores[at], p, d_p[at], added_size);
                     p_noise[at] = self.p_noise(row, error_size, p);
                     // P, dS, the squared noise of dS and the error of delta.
                     (scores[at], d_p[at]) = (p, self.scale() * pair.d_s);
@@ -587,13 +599,13 @@ impl Exact<'_> {
         weights.iter().enumerate().map(of_key).collect()
     }
 
-    /// The pair of a query and a key. `token` is the key's index in the norms, `product` that of Q and K, and `bias` the magnitude
-    /// of the bias.
-    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, d_p: f64, bias: f64) -> Pair {
+    /// The pair of a query and a key. `token` is the key's index in the norms, `product` that of Q and K, and `added` the magnitude
+    /// of what is added to the score.
+    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, d_p: f64, added: f64) -> Pair {
         let (softcap, score) = (self.softcap(), self.scale() * product);
         let slope = softcap.slope(score);
         let d_s = p * (d_p - row.delta) * slope;
-        let of_score = self.score_noise(row, self.error_size(row, token, product, bias));
+        let of_score = self.score_noise(row, self.error_size(row, token, product, added));
         let roundoff = unit_roundoff(self.problem.dtype());
         let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
         let slope_noise = softcap.slope_noise(score, self.scale() * row.q_norm * self.k_norms[token]);
@@ -630,18 +642,18 @@ impl Exact<'_> {
     /// gradients. `size` is that of the key.
     fn score_noise(&self, row: &Row, size: ErrorSize) -> f64 {
         let lse = if row.lse.is_finite() { row.lse.abs() } else { 0.0 };
-        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * size.norm + size.bias + lse.max(1.0) + self.softcap().cap)
+        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * size.norm + size.added + lse.max(1.0) + self.softcap().cap)
     }
 
-    /// What the error of a key's score is made of. `bias` is the magnitude of its bias.
-    fn error_size(&self, row: &Row, token: usize, product: f64, bias: f64) -> ErrorSize {
+    /// What the error of a key's score is made of. `added` is the magnitude of what is added to it.
+    fn error_size(&self, row: &Row, token: usize, product: f64, added: f64) -> ErrorSize {
         let norm = self.k_norms[token];
         let left = self.softcap().steepest(self.scale() * product, self.scale() * row.q_norm * norm);
-        ErrorSize { norm: norm * left, bias }
+        ErrorSize { norm: norm * left, added }
     }
 
-    fn alibi(&self, place: [usize; 2]) -> Alibi {
-        Alibi::of(self.problem.forward(), self.modifiers, place)
+    fn added(&self, place: [usize; 2]) -> Added<'_> {
+        Added::of(self.problem.forward(), self.modifiers, place)
     }
 
     fn softcap(&self) -> Softcap {

@@ -2,12 +2,13 @@
 
 use rayon::prelude::*;
 
-use super::super::alibi::Alibi;
+use super::super::additive::{Added, Additive};
 use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
 use super::{Narrow, capped, dot, rounding, widen};
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 use crate::sequences::Lengths;
@@ -23,6 +24,8 @@ pub struct BackwardPlain {
     pub d_v: Tensor,
     /// The gradient of the sinks, `[heads_q]`. Empty where the problem does not have it.
     pub d_sinks: Vec<f64>,
+    /// The gradient of the bias, in its shape, in row-major order. Empty where the problem does not have it.
+    pub d_bias: Vec<f64>,
 }
 
 /// Computes the gradients in the problem's precision, one row at a time. O and the LSE are those of
@@ -33,7 +36,8 @@ pub struct BackwardPlain {
 /// 3. `P = exp(score - LSE)`, with ALiBi `exp(score - slope * distance - LSE)`, and `dS = P * (dP - delta)` in f32, then rounded to the input type; with a cap scores are capped, and
 ///    dS is multiplied by `1 - tanh^2` before it is rounded;
 /// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type;
-/// 5. dSink of a head: the sum over rows of `-exp(sink - LSE) * delta`, in f32.
+/// 5. dSink of a head: the sum over rows of `-exp(sink - LSE) * delta`, in f32;
+/// 6. dBias: the sum over rows of `P * (dP - delta)`, in f32, rounded to the type of the bias.
 ///
 /// # Errors
 /// - [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
@@ -93,7 +97,7 @@ pub(in super::super) fn backward_plain_told(
     };
     let [q, k, v, d_o] = inputs;
     let [d_q, d_k, d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(Tensor::zeros);
-    let mut all = BackwardPlain { d_q, d_k, d_v, d_sinks: no_gradients(problem) };
+    let mut all = BackwardPlain { d_q, d_k, d_v, d_sinks: no_gradients(problem), d_bias: vec![] };
     for piece in pieces {
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
@@ -161,6 +165,7 @@ fn dense(
         d_q: gradient(problem.d_q_shape(), &d_q),
         d_k: gradient(problem.d_k_shape(), &d_k),
         d_v: gradient(problem.d_v_shape(), &d_v),
+        d_bias: plain.biases(),
         d_sinks,
     })
 }
@@ -238,8 +243,36 @@ impl Backward<'_> {
         (pairs, self.finished(d_q, self.problem.softmax_scale()))
     }
 
+    /// The gradient of the bias. Sums are in the order of batch entries, heads and queries.
+    fn biases(&self) -> Vec<f64> {
+        let forward = self.problem.forward();
+        let (Some(bias), true) = (Additive::of(forward, &self.modifiers), self.problem.wants_d_bias()) else {
+            return vec![];
+        };
+        let (dims, shape) = (self.problem.dims(), forward.bias_shape());
+        let round = rounding(forward.bias().map_or(DType::F32, |bias| bias.dtype()));
+        let mut sums = vec![0.0_f32; shape.iter().product()];
+        let keys = dims.seqlen_kv;
+        for i in 0..if keys == 0 { 0 } else { self.rows.len() } {
+            let [batch, head, query] = place(self.problem.d_lse_shape(), i);
+            let row = bias.row([batch, head, query]) * keys;
+            sums[row..row + keys].par_iter_mut().with_min_len(ROWS_PER_TASK).enumerate().for_each(|(key, sum)| {
+                if let Some([p, d_score, _]) = self.parts(batch, head, query, key) {
+                    *sum += p * d_score;
+                }
+            });
+        }
+        sums.into_iter().map(|sum| f64::from(round(sum))).collect()
+    }
+
     /// P and dS of a pair, rounded to the input type. `None` for a pair that has no part in any gradient.
     fn pair(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<(f32, f32)> {
+        let [p, d_score, slope] = self.parts(batch, head, query, key)?;
+        Some(((self.round)(p), (self.round)(p * d_score * slope)))
+    }
+
+    /// P of a pair, `dP - delta`, and the derivative of the cap.
+    fn parts(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<[f32; 3]> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let row = &self.rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
@@ -250,9 +283,9 @@ impl Backward<'_> {
         let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
         let (score, slope) = capped(self.problem.forward(), score);
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
-        let alibi = Alibi::of(self.problem.forward(), self.modifiers, [batch, head]);
-        let p = (score - alibi.bias(query, key) as f32 - row.lse).exp();
-        Some(((self.round)(p), (self.round)(p * (d_p - row.delta) * slope)))
+        let added = Added::of(self.problem.forward(), self.modifiers, [batch, head]);
+        let p = (added.add_to(score, query, key) - row.lse).exp();
+        Some([p, d_p - row.delta, slope])
     }
 
     fn finished(&self, sums: Vec<f32>, scale: f32) -> Vec<f32> {

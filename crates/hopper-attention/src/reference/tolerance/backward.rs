@@ -1,4 +1,4 @@
-//! The tolerance for dQ, dK, dV and the gradient of sinks.
+//! The tolerance for dQ, dK, dV and the gradients of sinks and of a bias.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use super::super::oracle::backward_told;
 use super::super::plain::backward_plain_told;
 use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
 use super::super::work::{Told, Work, backward_units};
-use super::super::{BackwardOracle, BackwardPlain, Modifiers, Noise, Tensor, place, shape_error};
+use super::super::{BackwardOracle, BackwardPlain, BiasNoise, Modifiers, Noise, Tensor, place, shape_error};
 use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Judged, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
@@ -22,6 +22,8 @@ pub struct BackwardExpected {
     plain: BackwardPlain,
     /// Of dQ, and of dK and dV.
     judged: [Judged; 2],
+    /// The type and the shape of the gradient of the bias.
+    d_bias: Option<(DType, [usize; 4])>,
 }
 
 impl BackwardExpected {
@@ -109,6 +111,10 @@ impl BackwardExpected {
                 let of_q = Judged::of(forward, problem.d_q_shape(), sequences.clone().map(|[q, _]| q));
                 [of_q, Judged::of(forward, problem.d_k_shape(), sequences.map(|[_, kv]| kv))]
             },
+            d_bias: problem.forward().bias().filter(|_| problem.wants_d_bias()).map(|bias| {
+                let shape = problem.forward().bias_shape();
+                (bias.dtype(), shape)
+            }),
         })
     }
 
@@ -133,6 +139,7 @@ impl BackwardExpected {
             d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_noise, of_kv)?,
             d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_noise, of_kv)?,
             d_sinks: None,
+            d_bias: None,
         })
     }
 
@@ -142,6 +149,75 @@ impl BackwardExpected {
     /// As [`check`](Self::check).
     pub fn check_with(&self, d_q: &Tensor, d_k: &Tensor, d_v: &Tensor, d_sinks: &[f64]) -> Result<BackwardReport> {
         Ok(BackwardReport { d_sinks: Some(self.check_sinks(d_sinks)?), ..self.check(d_q, d_k, d_v)? })
+    }
+
+    /// Compares all gradients with the tolerance: those of sinks and of a bias where the problem has them.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn check_all(&self, got: &BackwardPlain) -> Result<BackwardReport> {
+        let d_sinks = if self.oracle.d_sinks.is_empty() { None } else { Some(self.check_sinks(&got.d_sinks)?) };
+        let d_bias = if self.d_bias.is_some() { Some(self.check_bias(&got.d_bias)?) } else { None };
+        Ok(BackwardReport { d_sinks, d_bias, ..self.check(&got.d_q, &got.d_k, &got.d_v)? })
+    }
+
+    /// Compares the gradient of the bias with the tolerance. Its elements are in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) when there are not as many elements as the problem has.
+    pub fn check_bias(&self, got: &[f64]) -> Result<Figures> {
+        let (dtype, shape) = self.d_bias.unwrap_or((DType::F32, [0; 4]));
+        let (exact, plain, noise) = (&self.oracle.d_bias, &self.plain.d_bias, &self.oracle.d_bias_noise);
+        if got.len() != exact.len() {
+            let axes = "[batch, heads, seqlen_q, seqlen_kv]";
+            return Err(Error::Shape { tensor: "dbias", got: vec![got.len()], want: shape.into(), axes });
+        }
+        let [batches, heads, queries, keys] = shape;
+        let (roundoff, least) = (unit_roundoff(dtype), half_subnormal(dtype));
+        let common = COMMON * roundoff.max(unit_roundoff(self.dtype));
+        let mut tally = Tally::new([batches, queries, heads, keys], Some(common));
+        for row in 0..batches * heads * queries {
+            let [batch, head, query] = place([batches, heads, queries], row);
+            let of_row = row * keys..(row + 1) * keys;
+            let (exact, noise) = (&exact[of_row.clone()], &noise[of_row.clone()]);
+            // An element without pairs must be exactly 0.
+            let zeroed =
+                |(&got, noise): (&f64, &BiasNoise)| if noise.terms == 0 && got != 0.0 { f64::NAN } else { got };
+            let seen: Vec<f64> = got[of_row.clone()].iter().zip(noise).map(zeroed).collect();
+            let of = |size: fn(&BiasNoise) -> f64| noise.iter().map(size).collect::<Vec<_>>();
+            let (deviation, weighted, of_delta) =
+                (of(|noise| noise.deviation), of(|noise| noise.weighted), of(|noise| noise.of_delta));
+            let terms = noise.iter().map(|noise| noise.terms).max().unwrap_or(0);
+            let same = largest(&of(|noise| noise.alike));
+            let magnitude = largest(exact);
+            let of_sums = U32 * (terms as f64).sqrt();
+            let of_terms = |noise: &BiasNoise| {
+                let least = if noise.terms == 0 { 0.0 } else { least };
+                ROUNDING * noise.deviation.hypot(least) + U32 * (noise.terms as f64).sqrt() * noise.weighted
+            };
+            let of_terms: Vec<f64> = noise.iter().map(of_terms).collect();
+            let least = if terms == 0 { 0.0 } else { least };
+            let rounding = ROUNDING * roundoff;
+            let along = of_terms.iter().zip(exact).map(|(noise, exact)| noise * exact.abs());
+            let along: f64 = along.filter(|term| term.is_finite()).sum();
+            tally.row(&Row {
+                at: [batch, query, head],
+                got: &seen,
+                exact,
+                plain: &plain[of_row],
+                deviation: of_terms.iter().zip(exact).map(|(noise, exact)| noise.hypot(rounding * exact)).collect(),
+                along: along.hypot(rounding * squares_norm(exact)),
+                alike: vec![0.0; keys],
+                systematic: systematic([same, 0.0], terms, &of_delta, exact, &weighted),
+                floor: FLOOR * (largest(&deviation) + of_sums * largest(&weighted).max(magnitude)),
+                ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
+            });
+        }
+        let mut figures = tally.figures();
+        if let [batch, query, head, key] = figures.worst_at[..] {
+            figures.worst_at = vec![batch, head, query, key];
+        }
+        Ok(figures)
     }
 
     fn check_sinks(&self, got: &[f64]) -> Result<Figures> {
@@ -230,6 +306,8 @@ pub struct BackwardReport {
     pub d_v: Figures,
     /// The figures of the gradient of the sinks. `None` if it was not checked.
     pub d_sinks: Option<Figures>,
+    /// The figures of the gradient of the bias. `None` if it was not checked.
+    pub d_bias: Option<Figures>,
 }
 
 impl BackwardReport {
@@ -240,20 +318,25 @@ impl BackwardReport {
 
     /// The largest error as a fraction of its tolerance, over all gradients. At most 1 within the tolerance.
     pub fn worst_ratio(&self) -> f64 {
-        let of_sinks = self.d_sinks.as_ref().map_or(0.0, |figures| figures.worst_ratio);
-        self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio).max(of_sinks)
+        let others = [&self.d_sinks, &self.d_bias].into_iter().flatten().map(|figures| figures.worst_ratio);
+        others.fold(self.d_q.worst_ratio.max(self.d_k.worst_ratio).max(self.d_v.worst_ratio), f64::max)
     }
 
     /// The same for each kind of bound.
     pub fn ratios(&self) -> Ratios {
         let ratios = self.d_q.ratios.max(self.d_k.ratios).max(self.d_v.ratios);
-        self.d_sinks.as_ref().map_or(ratios, |figures| ratios.max(figures.ratios))
+        let others = [&self.d_sinks, &self.d_bias].into_iter().flatten();
+        others.fold(ratios, |ratios, figures| ratios.max(figures.ratios))
     }
 }
 
 impl fmt::Display for BackwardReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "d_q: {}; d_k: {}; d_v: {}", self.d_q, self.d_k, self.d_v)?;
-        self.d_sinks.as_ref().map_or(Ok(()), |figures| write!(f, "; d_sinks: {figures}"))
+        let others = [("d_sinks", &self.d_sinks), ("dbias", &self.d_bias)];
+        others
+            .into_iter()
+            .filter_map(|(name, figures)| Some((name, figures.as_ref()?)))
+            .try_for_each(|(name, figures)| write!(f, "; {name}: {figures}"))
     }
 }

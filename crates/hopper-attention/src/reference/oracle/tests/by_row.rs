@@ -88,7 +88,7 @@ pub(super) fn row(
         sink: 0.0,
         share: 1.0,
         cap: f64::from(problem.softcap()),
-        alibi: 0.0,
+        added: 0.0,
         key_weights: weights.iter().sum(),
     };
     Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }

@@ -71,7 +71,8 @@ fn backward_kernel(problem: &BackwardProblem, given: &Given, tile: usize) -> Bac
         sum.data_mut().iter_mut().for_each(|x| *x = round(problem.dtype(), f64::from(scale * *x as f32)));
         sum
     };
-    BackwardPlain { d_q: finished(d_q, scale), d_k: finished(d_k, scale), d_v: finished(d_v, 1.0), d_sinks: vec![] }
+    let (d_q, d_k, d_v) = (finished(d_q, scale), finished(d_k, scale), finished(d_v, 1.0));
+    BackwardPlain { d_q, d_k, d_v, d_sinks: vec![], d_bias: vec![] }
 }
 
 fn judged(expected: &BackwardExpected, got: &BackwardPlain) -> BackwardReport {

@@ -1,0 +1,322 @@
+//! The additive bias of a case, and its gradient, in guarded memory.
+
+use std::fmt;
+use std::str::FromStr;
+
+use hopper_attention::{Args, DType, Dims, Element, Layout, Mask, Slot, TensorMut, TensorRef, bf16, f16};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::StandardNormal;
+use serde::{Deserialize, Serialize};
+
+use crate::data::{Image, Poison};
+
+/// What the numbers of a bias are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Numbers {
+    /// Normal, of deviation 2.
+    Normal,
+    /// The same, and -inf in one of four places and in one of eight rows. Where the mask hides all pairs that share a number, it is NaN.
+    Hidden,
+    /// The same as normal, and -1e30 (f16: -60000) in one of three places and in one of eight rows: nearly hidden.
+    Lowest,
+    /// 0, and -inf in half of the places and in one of eight rows: a mask.
+    Mask,
+}
+
+impl Numbers {
+    const ALL: [(&'static str, Self); 4] =
+        [("normal", Self::Normal), ("hidden", Self::Hidden), ("lowest", Self::Lowest), ("mask", Self::Mask)];
+}
+
+/// The bias of a case: which form it has, and what it holds.
+///
+/// As text it is `none`, or the type, the dimensions that it has beside the keys, and what it holds: `f32:bhq`, `bf16:h:hidden`,
+/// `f16` or `f16::mask`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Bias(Option<(hopper_attention::Bias, &'static str)>);
+
+impl Bias {
+    /// None at all.
+    pub const NONE: Self = Self(None);
+
+    /// Every form of every type, with every kind of numbers.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let forms = (0..8).flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| form(dtype, bits)));
+        forms.flat_map(|form| Numbers::ALL.map(|(name, _)| Self(Some((form, name)))))
+    }
+
+    /// Whether the problem has none.
+    pub fn is_none(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// The form. `None` where there is no bias.
+    pub fn option(self) -> Option<hopper_attention::Bias> {
+        self.0.map(|(form, _)| form)
+    }
+
+    /// The numbers of a problem of these sizes. The same seed gives the same numbers on every machine. In each second seed rows lie
+    /// apart.
+    pub fn image(self, dims: Dims, mask: Mask, seed: u64) -> Option<BiasImage> {
+        let (form, numbers) = self.0?;
+        let numbers = Numbers::ALL.into_iter().find(|(name, _)| *name == numbers)?.1;
+        let shape = shape(form, dims);
+        let [_, _, queries, keys] = shape;
+        let mut rng = StdRng::seed_from_u64(seed ^ 0x6269_6173);
+        let least = if form.dtype() == DType::F16 { -60000.0 } else { -1e30 };
+        // For each place of a row whether the mask keeps a pair of it.
+        let kept: Vec<bool> = (0..queries * keys)
+            .map(|i| {
+                let (query, key) = (i / keys.max(1), i % keys.max(1));
+                let keeps = |query| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv);
+                if form.is_per_query() { keeps(query) } else { (0..dims.seqlen_q).any(keeps) }
+            })
+            .collect();
+        let mut row = (0, 0..8);
+        let mut values = Vec::with_capacity(shape.iter().product());
+        for i in 0..shape.iter().product::<usize>() {
+            if i.is_multiple_of(keys) {
+                row.0 = rng.random_range(row.1.clone());
+            }
+            let (whole, normal) = (row.0 == 7, 2.0 * rng.sample::<f64, _>(StandardNormal));
+            let one_of = rng.random_range(0..12);
+            values.push(match numbers {
+                Numbers::Normal => normal,
+                Numbers::Hidden if !kept[i % kept.len()] => f64::NAN,
+                Numbers::Hidden if whole || one_of < 3 => f64::NEG_INFINITY,
+                Numbers::Lowest if whole || one_of < 4 => least,
+                Numbers::Hidden | Numbers::Lowest => normal,
+                Numbers::Mask if whole || one_of < 6 => f64::NEG_INFINITY,
+                Numbers::Mask => 0.0,
+            });
+        }
+        Some(BiasImage::holding(form.dtype(), &values, layout(shape, seed)))
+    }
+
+    /// Memory for the gradient, which was not written yet.
+    pub fn gradient(self, dims: Dims, seed: u64) -> Option<BiasImage> {
+        let (form, _) = self.0?;
+        Some(BiasImage::poisoned(form.dtype(), layout(shape(form, dims), seed / 2)))
+    }
+}
+
+fn form(dtype: DType, bits: u8) -> hopper_attention::Bias {
+    let form = hopper_attention::Bias::new(dtype).per_batch(bits & 1 != 0);
+    form.per_head(bits & 2 != 0).per_query(bits & 4 != 0)
+}
+
+fn shape(form: hopper_attention::Bias, dims: Dims) -> [usize; 4] {
+    let of = |own, size| if own { size } else { 1 };
+    let (batch, heads) = (of(form.is_per_batch(), dims.batch), of(form.is_per_head(), dims.heads_q));
+    [batch, heads, of(form.is_per_query(), dims.seqlen_q), dims.seqlen_kv]
+}
+
+/// Rows that follow each other, or that lie apart, with the heads outside of the batch entries.
+fn layout(shape: [usize; 4], seed: u64) -> Layout<4> {
+    if seed.is_multiple_of(2) {
+        return Layout::contiguous(shape).expect("a small tensor");
+    }
+    let [batch, _, queries, keys] = shape.map(|size| size as i64);
+    let row = keys + 3;
+    Layout::with_strides(shape, [row * queries, row * queries * batch, row, 1]).expect("a small tensor")
+}
+
+impl fmt::Display for Bias {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some((form, numbers)) = self.0 else { return f.pad("none") };
+        let own = [(form.is_per_batch(), "b"), (form.is_per_head(), "h"), (form.is_per_query(), "q")];
+        let own: String = own.into_iter().filter_map(|(own, letter)| own.then_some(letter)).collect();
+        let text = match (own.as_str(), numbers) {
+            ("", "normal") => form.dtype().to_string(),
+            (_, "normal") => format!("{}:{own}", form.dtype()),
+            _ => format!("{}:{own}:{numbers}", form.dtype()),
+        };
+        f.pad(&text)
+    }
+}
+
+impl FromStr for Bias {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "none" {
+            return Ok(Self::NONE);
+        }
+        let refused = || {
+            format!(
+                "bias `{text}`; allowed: none, or f32, bf16 or f16, then `:` and some of the letters bhq, then `:` and normal, \
+                 hidden, lowest or mask"
+            )
+        };
+        let mut words = text.split(':');
+        let dtype =
+            [DType::F32, DType::BF16, DType::F16].into_iter().find(|dtype| words.clone().next() == Some(dtype.name()));
+        let (Some(dtype), _) = (dtype, words.next()) else { return Err(refused()) };
+        let own = words.next().unwrap_or("");
+        let bits = (0..8).find(|&bits| {
+            let letters = [(1, 'b'), (2, 'h'), (4, 'q')].into_iter().filter(|(bit, _)| bits & bit != 0);
+            letters.map(|(_, letter)| letter).eq(own.chars())
+        });
+        let numbers = words.next().unwrap_or("normal");
+        let numbers = Numbers::ALL.into_iter().map(|(name, _)| name).find(|name| *name == numbers);
+        match (bits, numbers, words.next()) {
+            (Some(bits), Some(numbers), None) => Ok(Self(Some((form(dtype, bits), numbers)))),
+            _ => Err(refused()),
+        }
+    }
+}
+
+impl TryFrom<String> for Bias {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Bias> for String {
+    fn from(bias: Bias) -> Self {
+        bias.to_string()
+    }
+}
+
+/// Memory of a bias, or of its gradient.
+#[derive(Clone, Debug)]
+pub enum BiasImage {
+    /// In f32.
+    F32(Image<f32, 4>),
+    /// In bf16.
+    Bf16(Image<bf16, 4>),
+    /// In f16.
+    F16(Image<f16, 4>),
+}
+
+/// Does the same to the memory of every type.
+macro_rules! each {
+    ($self:expr, $image:ident => $what:expr) => {
+        match $self {
+            BiasImage::F32($image) => $what,
+            BiasImage::Bf16($image) => $what,
+            BiasImage::F16($image) => $what,
+        }
+    };
+}
+
+impl BiasImage {
+    fn holding(dtype: DType, values: &[f64], layout: Layout<4>) -> Self {
+        match dtype {
+            DType::BF16 => Self::Bf16(Image::holding(values, layout)),
+            DType::F16 => Self::F16(Image::holding(values, layout)),
+            _ => Self::F32(Image::holding(values, layout)),
+        }
+    }
+
+    fn poisoned(dtype: DType, layout: Layout<4>) -> Self {
+        match dtype {
+            DType::BF16 => Self::Bf16(Image::poisoned(layout)),
+            DType::F16 => Self::F16(Image::poisoned(layout)),
+            _ => Self::F32(Image::poisoned(layout)),
+        }
+    }
+
+    /// The numbers as the oracle reads them.
+    pub fn values(&self) -> Vec<f64> {
+        each!(self, image => image.values())
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> Layout<4> {
+        each!(self, image => image.layout())
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::Bf16(_) => DType::BF16,
+            Self::F16(_) => DType::F16,
+        }
+    }
+
+    /// The address of the first element.
+    pub fn address(&self) -> *const std::ffi::c_void {
+        each!(self, image => image.inner().as_ptr().cast())
+    }
+
+    /// The same, to be written.
+    pub fn address_mut(&mut self) -> *mut std::ffi::c_void {
+        each!(self, image => image.inner_mut().as_mut_ptr().cast())
+    }
+
+    /// Adds a bias to the arguments of a run in host memory.
+    pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        each!(self, image => read(args, image))
+    }
+
+    /// Adds its gradient to the arguments of a run in host memory.
+    pub fn add_gradient_to<'a>(&'a mut self, args: Args<'a>) -> Args<'a> {
+        each!(self, image => write(args, image))
+    }
+
+    /// Whether the memory is still what it was in `before`.
+    ///
+    /// # Errors
+    /// Where it is not.
+    pub fn check_unchanged(&self, before: &Self) -> Result<(), String> {
+        match (before, self) {
+            (Self::F32(before), Self::F32(now)) => before.check_unchanged(now.data()),
+            (Self::Bf16(before), Self::Bf16(now)) => before.check_unchanged(now.data()),
+            (Self::F16(before), Self::F16(now)) => before.check_unchanged(now.data()),
+            _ => Err("a bias of another type".into()),
+        }
+    }
+
+    /// As [`Image::check_written`].
+    ///
+    /// # Errors
+    /// What a run did to this memory that it may not.
+    pub fn check_written(&self) -> Result<(), String> {
+        each!(self, image => image.check_written())
+    }
+}
+
+fn read<'a, T: Poison + Element>(args: Args<'a>, image: &'a Image<T, 4>) -> Args<'a> {
+    args.read(Slot::Bias, TensorRef::host(image.inner(), image.layout()).expect("a fitting layout"))
+}
+
+fn write<'a, T: Poison + Element>(args: Args<'a>, image: &'a mut Image<T, 4>) -> Args<'a> {
+    let layout = image.layout();
+    args.write(Slot::DBias, TensorMut::host(image.inner_mut(), layout).expect("a fitting layout"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn biases_follow_from_the_seed_and_have_names() {
+        let dims = Dims::new(3, 20, 4, 8).with_seqlen_kv(30);
+        for bias in Bias::all().chain([Bias::NONE]) {
+            assert_eq!(bias.to_string().parse(), Ok(bias));
+            let of = |seed| bias.image(dims, Mask::causal(), seed).map(|image| image.values());
+            let [once, again] = [(); 2].map(|()| format!("{:?}", of(4)));
+            assert_eq!(once, again);
+            let Some(form) = bias.option() else { continue };
+            let problem = hopper_attention::ForwardProblem::builder(DType::F32, dims).bias(Some(form)).build().unwrap();
+            assert_eq!(bias.image(dims, Mask::Full, 1).unwrap().layout().shape(), problem.bias_shape());
+            assert_eq!(of(5).unwrap().len(), problem.bias_shape().iter().product::<usize>());
+        }
+        assert_eq!(Bias::all().count(), 8 * 3 * 4);
+        for wrong in ["", "f64", "f32:x", "f32:hb", "f32:b:c", "f32:b:normal:", "i32"] {
+            assert!(wrong.parse::<Bias>().unwrap_err().contains("allowed: none, or f32, bf16 or f16"), "{wrong}");
+        }
+        let hidden = "f32:hq:hidden".parse::<Bias>().unwrap().image(dims, Mask::causal(), 2).unwrap().values();
+        assert!(hidden.contains(&f64::NEG_INFINITY));
+        for (i, x) in hidden.iter().enumerate() {
+            assert_eq!(x.is_nan(), i % 30 > i / 30 % 20 + 10, "{i}: {x}");
+        }
+        assert!(hidden.chunks(30).any(|row| row.iter().all(|x| x.is_nan() || *x == f64::NEG_INFINITY)));
+    }
+}
