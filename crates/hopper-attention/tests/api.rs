@@ -8,8 +8,8 @@ use std::ptr::null_mut;
 
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
-    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, Expected, MaxLogit, Noise, Oracle, Plain, Report,
-    RowScale, SinkNoise, Tensor, tolerance::Figures,
+    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, DropoutMask, Expected, MaxLogit, Noise, Oracle,
+    Plain, Report, RowScale, SinkNoise, Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
 use proptest::prelude::*;
@@ -64,6 +64,7 @@ types! { OF_THE_CRATE:
     DeviceFacts is Key;
     DeviceInfo is Data;
     Dims is Key;
+    Dropout is Key;
     E4M3 is Data;
     Error is Data;
     ErrorSource is Data;
@@ -109,6 +110,7 @@ types! { OF_REFERENCE:
     BackwardOracle is Data;
     BackwardPlain is Data;
     BackwardReport is Data;
+    DropoutMask is Key;
     Expected is Data;
     Figures is Data;
     MaxLogit is Data;

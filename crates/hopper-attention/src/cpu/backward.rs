@@ -11,12 +11,14 @@ use std::ops::Range;
 
 use super::alibi::{Bias, Slopes};
 use super::block::{self, Block, Keys};
+use super::dropout::Drops;
 use super::listed::{self, ListInputs, Listed};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
 use super::sequences::{Sequence, Sequences};
 use super::sinks::{self, Sinks};
 use super::softcap::capped;
+use super::tile::zero;
 use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, fill_gaps, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
@@ -37,6 +39,8 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub sinks: Sinks<'a>,
     pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
+    /// The words of the seed and the offset of dropout, as the forward pass read them.
+    pub dropout_state: Option<[i32; 4]>,
 }
 
 /// The tensors that a backward pass writes, in host memory.
@@ -113,6 +117,8 @@ struct Scratch<T> {
     d_o: Vec<f32>,
     rows: Vec<Row>,
     kept: Vec<Range<usize>>,
+    /// Whether dropout drops a pair, `[queries, keys]`.
+    dropped: Vec<bool>,
     /// P, `[queries, keys]`.
     p: Vec<f32>,
     /// dP, then dS, `[queries, keys]`.
@@ -141,6 +147,7 @@ impl<T> Scratch<T> {
             d_o: reserved(queries * head_dim_vo)?,
             rows: reserved(queries)?,
             kept: reserved(queries)?,
+            dropped: reserved(pairs)?,
             p: reserved(pairs)?,
             d_s: reserved(pairs)?,
             token_sums: reserved(tokens * head_dim_qk)?,
@@ -187,7 +194,7 @@ fn of_queries<T: Float>(
 ) {
     let dims = problem.dims();
     let head_kv = task.head / problem.forward().group_size();
-    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, p, d_s, token_sums: d_q, .. } = scratch;
+    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, dropped, p, d_s, token_sums: d_q, .. } = scratch;
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
         load(tensor, &task.rows, task.head, task.tokens.clone(), out);
     }
@@ -202,6 +209,7 @@ fn of_queries<T: Float>(
     rows_of(problem, &task.sequence, task.tokens.clone(), lse, delta, rows);
 
     let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, task.head);
+    let drops = Drops::of(problem.forward(), inputs.dropout_state, &task.sequence, task.head);
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
@@ -215,7 +223,12 @@ fn of_queries<T: Float>(
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
         let block = Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs);
-        weights(problem, rows, &block, bias.map(|bias| (bias, first)), [q, k, v, d_o], p, d_s);
+        dropped.clear();
+        if let Some(drops) = &drops {
+            task.tokens.clone().for_each(|query| drops.row(query, first, keys.len(), dropped));
+        }
+        let of_pairs = OfPairs { bias, first_key: first, dropped, factor: Drops::factor(drops.as_ref()) };
+        weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
     round(d_q, problem.softmax_scale(), of_tokens);
@@ -233,8 +246,8 @@ fn of_keys<T: Float>(
 ) {
     let dims = problem.dims();
     let group = problem.forward().group_size();
-    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, p, d_s, token_sums: d_k, value_sums: d_v, .. } =
-        scratch;
+    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, dropped, p, d_s, .. } = scratch;
+    let (d_k, d_v) = (&mut scratch.token_sums, &mut scratch.value_sums);
     load(&inputs.k, &task.rows, task.head, task.tokens.clone(), k);
     load(&inputs.v, &task.rows, task.head, task.tokens.clone(), v);
     for (sums, like) in [(&mut *d_k, &*k), (&mut *d_v, &*v)] {
@@ -242,8 +255,11 @@ fn of_keys<T: Float>(
         sums.resize(like.len(), 0.0);
     }
     let of_queries = &task.sequence.q;
+    let mut factor = 1.0;
     for head in task.head * group..(task.head + 1) * group {
         let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, head);
+        let drops = Drops::of(problem.forward(), inputs.dropout_state, &task.sequence, head);
+        factor = Drops::factor(drops.as_ref());
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
             let pairs = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start);
@@ -259,24 +275,42 @@ fn of_keys<T: Float>(
                 continue;
             }
             load(&inputs.q, of_queries, head, queries.clone(), q);
-            load(&inputs.d_o, of_queries, head, queries, d_o);
-            let bias = bias.map(|bias| (bias, task.tokens.start));
-            weights(problem, rows, &block, bias, [q, k, v, d_o], p, d_s);
-            block.sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
+            load(&inputs.d_o, of_queries, head, queries.clone(), d_o);
+            let first_key = task.tokens.start;
+            dropped.clear();
+            if let Some(drops) = &drops {
+                queries.for_each(|query| drops.row(query, first_key, task.tokens.len(), dropped));
+            }
+            weights(problem, rows, &block, OfPairs { bias, first_key, dropped, factor }, [q, k, v, d_o], p, d_s);
+            zero(dropped, p);
+            block.without(dropped).sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
     }
     round(d_k, problem.softmax_scale(), of_tokens);
-    round(d_v, 1.0, of_values);
+    round(d_v, factor, of_values);
+}
+
+/// What is done to the pairs of a block.
+struct OfPairs<'a> {
+    /// ALiBi.
+    bias: Option<Bias>,
+    /// The first key of the block.
+    first_key: usize,
+    /// Whether dropout drops a pair, `[queries, keys]`. Empty where it drops none.
+    dropped: &'a [bool],
+    /// What dropout multiplies the other weights by.
+    factor: f32,
 }
 
 /// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Masked pairs get 0. With a cap the
-/// scores in P are capped, and dS is multiplied by the cap's derivative. `bias` is that of ALiBi, with the first key of the block.
+/// scores in P are capped, and dS is multiplied by the cap's derivative. With dropout `dO V^T` is 0 for dropped pairs and multiplied by the factor for others. P is that of
+/// all pairs.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
     block: &Block<'_>,
-    bias: Option<(Bias, usize)>,
+    of_pairs: OfPairs<'_>,
     [q, k, v, d_o]: [&[f32]; 4],
     p: &mut Vec<f32>,
     d_s: &mut Vec<f32>,
@@ -288,6 +322,10 @@ fn weights(
     {
         out.resize(queries * keys, 0.0);
         matmul(scale, Matrix::new(a, queries, dim), Matrix::new(b, keys, dim).transposed(), 0.0, out);
+    }
+    if !of_pairs.dropped.is_empty() {
+        d_s.iter_mut().for_each(|d_p| *d_p *= of_pairs.factor);
+        zero(of_pairs.dropped, d_s);
     }
     let pairs = p.chunks_exact_mut(keys).zip(d_s.chunks_exact_mut(keys));
     for (((query, row), kept), (p, d_s)) in rows.iter().enumerate().zip(block.kept()).zip(pairs) {
@@ -304,8 +342,8 @@ fn weights(
                 (*p, *d_s) = (score, *d_s * slope);
             }
         }
-        if let Some((bias, first_key)) = bias {
-            bias.subtract(row.query, first_key + kept.start, of_p);
+        if let Some(bias) = of_pairs.bias {
+            bias.subtract(row.query, of_pairs.first_key + kept.start, of_p);
         }
         for (p, d_s) in of_p.iter_mut().zip(of_d_s) {
             *p = (*p - row.lse).exp();

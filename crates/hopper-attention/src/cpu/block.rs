@@ -9,6 +9,7 @@ use super::matmul::{Matrix, matmul};
 pub(super) type Keys = (usize, usize);
 
 /// Some queries against some neighbouring keys. The weights of the pairs are a matrix `[queries, keys]`, 0 for masked pairs.
+#[derive(Clone, Copy)]
 pub(super) struct Block<'a> {
     /// For each query the keys that it keeps, counted from the first key of the block.
     kept: &'a [Range<usize>],
@@ -16,6 +17,8 @@ pub(super) struct Block<'a> {
     keys: usize,
     /// Which of these pairs the lists keep.
     pairs: Pairs<'a>,
+    /// Which pairs dropout drops, `[queries, keys]`. Empty where it drops none.
+    dropped: &'a [bool],
     /// Whether every query keeps every key.
     whole: bool,
 }
@@ -32,12 +35,17 @@ impl<'a> Block<'a> {
         kept.clear();
         kept.extend(queries.map(|own| within(own, first, keys)));
         let whole = kept.iter().all(|kept| *kept == (0..keys));
-        Self { kept, keys, pairs: Pairs::All, whole }
+        Self { kept, keys, pairs: Pairs::All, dropped: &[], whole }
     }
 
     /// The same block, of which lists keep these pairs.
     pub fn of_pairs(self, pairs: Pairs<'a>) -> Self {
         Self { pairs, whole: self.whole && pairs.is_all(), ..self }
+    }
+
+    /// The same block without the pairs that dropout drops: `[queries, keys]`, or empty where it drops none.
+    pub fn without(self, dropped: &'a [bool]) -> Self {
+        Self { dropped, whole: self.whole && dropped.is_empty(), ..self }
     }
 
     /// Whether the lists keep a pair that the mask keeps.
@@ -98,7 +106,10 @@ impl<'a> Block<'a> {
 
     fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
         for (query, kept) in self.kept.iter().enumerate() {
-            kept.clone().filter(|&key| self.lists(query, key)).for_each(|key| pair(query, key));
+            let adds = |&key: &usize| {
+                self.lists(query, key) && self.dropped.get(query * self.keys + key).is_none_or(|&dropped| !dropped)
+            };
+            kept.clone().filter(adds).for_each(|key| pair(query, key));
         }
     }
 }

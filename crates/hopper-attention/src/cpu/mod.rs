@@ -6,6 +6,7 @@
 mod alibi;
 mod backward;
 mod block;
+mod dropout;
 mod fp8;
 mod hadamard;
 mod host;
@@ -54,6 +55,8 @@ pub(crate) struct Inputs<'a, T> {
     pub sinks: Sinks<'a>,
     pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
+    /// The words of the seed and the offset of dropout.
+    pub dropout_state: Option<[i32; 4]>,
 }
 
 /// The tensors that a forward pass writes, in host memory.

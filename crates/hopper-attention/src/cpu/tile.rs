@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::alibi::Bias;
 use super::block::{self, Block, Keys};
+use super::dropout::Drops;
 use super::listed::{self, Listed};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
@@ -30,6 +31,8 @@ pub(super) struct Scratch<T> {
     /// Sums of weights times values: `[queries, head_dim_vo]`.
     pub sums: Vec<f32>,
     pub kept: Vec<Range<usize>>,
+    /// Whether dropout drops a pair, `[queries, keys]`.
+    pub dropped: Vec<bool>,
 }
 
 impl<T> Scratch<T> {
@@ -45,6 +48,7 @@ impl<T> Scratch<T> {
             scores: reserved(queries * keys)?,
             sums: reserved(queries * dims.head_dim_vo)?,
             kept: reserved(queries)?,
+            dropped: reserved(queries * keys)?,
         })
     }
 }
@@ -83,7 +87,8 @@ pub(super) fn forward<T: Float>(
     let start = block::first_visited(start, blocks.walked, listed.is_some());
 
     let bias = Bias::of(problem, &inputs.alibi, &task.sequence, task.head);
-    let Scratch { o, lse, max_logit, q, k, v, scores, sums, kept } = scratch;
+    let drops = Drops::of(problem, inputs.dropout_state, &task.sequence, task.head);
+    let Scratch { o, lse, max_logit, q, k, v, scores, sums, kept, dropped } = scratch;
     load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
@@ -115,11 +120,17 @@ pub(super) fn forward<T: Float>(
             block.hide(query - task.tokens.start, f32::NEG_INFINITY, scores);
             row.step(&mut scores[kept.clone()], sums);
         }
-        block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
+        dropped.clear();
+        if let Some(drops) = &drops {
+            // The sums of the weights, and with them the LSE, are those of all pairs.
+            task.tokens.clone().for_each(|query| drops.row(query, first, keys, dropped));
+            zero(dropped, scores);
+        }
+        block.without(dropped).sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
     *max_logit = rows.iter().fold(f32::NEG_INFINITY, |largest, row| largest.max(row.max));
-    let sink = inputs.sinks.of(task.head);
+    let (sink, factor) = (inputs.sinks.of(task.head), Drops::factor(drops.as_ref()));
     o.clear();
     lse.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
@@ -131,7 +142,7 @@ pub(super) fn forward<T: Float>(
         }
         let sunk = Sunk::new(sink, row.max, f32::exp);
         let total = sunk.add_to(row.sum);
-        o.extend(sums.iter().map(|sum| T::from_f32(sum * sunk.own / total)));
+        o.extend(sums.iter().map(|sum| T::from_f32(sum * sunk.own / total * factor)));
         lse.push(sunk.max + total.ln());
     }
 }
@@ -159,6 +170,11 @@ impl RowState {
             sums.iter_mut().for_each(|sum| *sum *= correction);
         }
     }
+}
+
+/// Makes the weights of dropped pairs 0.
+pub(super) fn zero(dropped: &[bool], weights: &mut [f32]) {
+    weights.iter_mut().zip(dropped).for_each(|(weight, &dropped)| *weight = if dropped { 0.0 } else { *weight });
 }
 
 /// Folds the values in sixteen lanes, so that the compiler may use vectors. The order depends on the length only.

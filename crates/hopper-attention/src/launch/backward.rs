@@ -73,6 +73,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 sinks: args.sinks(plan.problem().forward().sinks()),
                 alibi: args.read(Slot::AlibiSlopes),
                 lists: args.lists(),
+                dropout_state: args.dropout_state(),
             },
             BackwardOutputs::<T> {
                 d_q: required(Slot::DQ, args.write(Slot::DQ))?,

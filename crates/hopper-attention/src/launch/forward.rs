@@ -81,6 +81,7 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().sinks()),
                 lists: args.lists(),
+                dropout_state: args.dropout_state(),
                 alibi: args.read(Slot::AlibiSlopes),
             },
             Outputs::<T> {

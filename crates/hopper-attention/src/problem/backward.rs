@@ -163,6 +163,7 @@ impl BackwardProblem {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            self.forward.dropout_operand(),
         ])
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::block_mask::BlockMask;
 use super::dims::Dims;
+use super::dropout::Dropout;
 use super::fp8::Fp8;
 use super::modifiers::{self, AlibiSlopes};
 use super::packing::{LENGTHS, Packing, batch_of};
@@ -51,6 +52,8 @@ pub struct ForwardProblem {
     pub(super) alibi: Option<AlibiSlopes>,
     /// The form of the lists of blocks. `None` where there are none.
     pub(super) block_mask: Option<BlockMask>,
+    /// The dropout of the weights. `None` where there is none.
+    pub(super) dropout: Option<Dropout>,
 }
 
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
@@ -75,6 +78,7 @@ pub struct ForwardProblemBuilder {
     /// Which ALiBi slopes there are, where they were asked for.
     pub(super) alibi: AlibiSlopes,
     pub(super) block_mask: Option<BlockMask>,
+    pub(super) dropout: Option<Dropout>,
 }
 
 impl ForwardProblemBuilder {
@@ -230,7 +234,7 @@ impl ForwardProblemBuilder {
     /// sinks are not f32 or bf16.
     ///
     /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask)
-    /// with e4m3 operands, packed tensors or used lengths.
+    /// with e4m3 operands, packed tensors or used lengths; [`dropout`](Self::dropout) with e4m3 operands.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -259,8 +263,9 @@ impl ForwardProblemBuilder {
         let alibi = modifiers::alibi(asked_for, self.alibi, dtype)?;
         modifiers::max_logits(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);
-        let block_mask = self.block_mask;
+        let (block_mask, dropout) = (self.block_mask, self.dropout);
         block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, dtype, asked_for))?;
+        dropout.map_or(Ok(()), |dropout| dropout.check(dtype))?;
         Ok(ForwardProblem {
             dtype,
             dims,
@@ -275,6 +280,7 @@ impl ForwardProblemBuilder {
             sinks,
             alibi,
             block_mask,
+            dropout,
         })
     }
 }
@@ -298,6 +304,7 @@ impl ForwardProblem {
             sinks: DType::F32,
             alibi: AlibiSlopes::default(),
             block_mask: None,
+            dropout: None,
         }
     }
 
@@ -319,6 +326,7 @@ impl ForwardProblem {
             sinks: self.sinks.unwrap_or(DType::F32),
             alibi: self.alibi.unwrap_or_default(),
             block_mask: self.block_mask,
+            dropout: self.dropout,
         }
     }
 
@@ -354,6 +362,7 @@ impl ForwardProblem {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            self.dropout_operand(),
         ])
     }
 
@@ -510,7 +519,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}{}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}{}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -525,7 +534,8 @@ impl ForwardProblem {
             self.softcap_text(),
             self.block_mask_text(),
             self.alibi_text(),
-            if self.wants_max_logits() { " max_logits" } else { "" }
+            if self.wants_max_logits() { " max_logits" } else { "" },
+            self.dropout_text()
         )
     }
 }
