@@ -118,6 +118,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         max_logits: i32::from(problem.wants_max_logits()),
         block_mask: problem.block_mask().map_or(HATTN_BLOCK_MASK_NONE, block_mask),
         block_mask_most_partial: problem.block_mask().map_or(0, |mask| mask.most_partial() as i32),
+        dropout: problem.dropout().map_or(0.0, |dropout| dropout.probability()),
+        reserved: 0,
     }
 }
 
@@ -153,7 +155,7 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         fill_gaps: forward.fill_gaps,
         softcap: forward.softcap,
         alibi: forward.alibi,
-        reserved: 0,
+        dropout: forward.dropout,
         block_mask: forward.block_mask,
         block_mask_most_partial: forward.block_mask_most_partial,
         sinks: forward.sinks,
@@ -194,6 +196,7 @@ pub struct Memory {
     pub alibi_slopes: Option<hattn_tensor>,
     pub max_logits: Option<hattn_tensor>,
     pub blocks: Option<BlocksMemory>,
+    pub dropout_state: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -215,6 +218,7 @@ pub struct BackwardMemory {
     pub sinks: Option<[hattn_tensor; 2]>,
     pub alibi_slopes: Option<hattn_tensor>,
     pub blocks: Option<BlocksMemory>,
+    pub dropout_state: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -384,6 +388,7 @@ impl Memory {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            dropout_state: address(self.dropout_state.as_ref()),
             workspace: self.workspace as *mut c_void,
             workspace_bytes: self.workspace_bytes,
             ..Default::default()
@@ -508,6 +513,7 @@ impl Plan<hattn_backward_problem> {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            dropout_state: address(memory.dropout_state.as_ref()),
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })

@@ -9,6 +9,7 @@ pub mod allocations;
 pub mod backward;
 pub mod blocks;
 pub mod c;
+pub mod dropout;
 pub mod edges;
 pub mod fp8;
 #[cfg(feature = "cuda")]

@@ -89,6 +89,7 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
         alibi_slopes: None,
         max_logits: None,
         blocks: None,
+        dropout_state: None,
         workspace: 0,
         workspace_bytes: 0,
     };

@@ -265,6 +265,10 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.block_mask, lists.flags()).set(problem_.block_mask_most_partial, lists.most_partial());
   }
 
+  // Dropout of the weights: the probability, 0 (none) to below 1, with which one becomes 0 (hattn_forward_problem). The
+  // argument dropout_state of a run has the seed and the offset. On the CPU only, and for other operands than E4M3.
+  constexpr ForwardProblem& dropout(float probability) noexcept { return set(problem_.dropout, probability); }
+
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
@@ -344,6 +348,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.alibi = of.alibi;
     problem_.block_mask = of.block_mask;
     problem_.block_mask_most_partial = of.block_mask_most_partial;
+    problem_.dropout = of.dropout;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
     problem_.cu_seqlens_q = of.cu_seqlens_q;
@@ -400,6 +405,9 @@ struct ForwardArgs {
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{};
   // Of full blocks: as the first two. Given exactly if the block mask has full_blocks(true).
   std::optional<ConstTensorView> full_block_cnt{}, full_block_idx{};
+  // Seed and offset of dropout(): I32 [4], the words of two 64-bit numbers, low ones first. Given exactly if the
+  // problem's dropout is not 0.
+  std::optional<ConstTensorView> dropout_state{};
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -423,6 +431,7 @@ struct BackwardArgs {
   std::optional<ConstTensorView> alibi_slopes{};  // as in ForwardArgs
   // The lists of a block_mask(), as in ForwardArgs.
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{}, full_block_cnt{}, full_block_idx{};
+  std::optional<ConstTensorView> dropout_state{};  // as in ForwardArgs: the numbers that the forward pass read
 };
 
 namespace detail {
@@ -448,6 +457,7 @@ C c_args(const Args& args) noexcept {
   c.mask_bits = c_tensor(args.mask_bits);
   c.full_block_cnt = c_tensor(args.full_block_cnt);
   c.full_block_idx = c_tensor(args.full_block_idx);
+  c.dropout_state = c_tensor(args.dropout_state);
   return c;
 }
 

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
-use hopper_attention::reference::{BackwardExpected, Expected, Modifiers, Tensor, forward_with as oracle};
+use hopper_attention::reference::{BackwardExpected, DropoutMask, Expected, Modifiers, Tensor, forward_with as oracle};
 use hopper_attention::{BackwardProblem, ForwardProblem, Layout, SequenceRows, Slot};
 
 use crate::args::FileLayout;
@@ -10,7 +10,7 @@ use crate::blocks::lists;
 use crate::layout::strided;
 use crate::operands::QUANTISED;
 use crate::report;
-use crate::values::{Tensors, Values, lengths, tensor};
+use crate::values::{Tensors, Values, dropout_state, lengths, tensor};
 
 /// How far the result is from the f64 oracle.
 pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<Vec<(&'static str, Figures)>> {
@@ -19,7 +19,9 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
         let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref(), blocks: lists(tensors) };
+        let (sinks, alibi_slopes) = (sinks.as_deref(), slopes.as_deref());
+        let dropout = DropoutMask::of(problem, dropout_state(tensors));
+        let modifiers = Modifiers { sinks, alibi_slopes, blocks: lists(tensors), dropout };
         let expected = Expected::with(problem, &lengths(tensors), [&q, &k, &v], modifiers, 1.0, Some(told))?;
         anyhow::Ok(match list(tensors, Slot::MaxLogits)? {
             Some(max_logits) => expected.check_with(&o, Some(&lse), &max_logits)?,
@@ -37,7 +39,9 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
         let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref(), blocks: lists(tensors) };
+        let (sinks, alibi_slopes) = (sinks.as_deref(), slopes.as_deref());
+        let dropout = DropoutMask::of(problem, dropout_state(tensors));
+        let modifiers = Modifiers { sinks, alibi_slopes, blocks: lists(tensors), dropout };
         let exact = oracle(problem, &lengths(tensors), [&q, &k, &v], modifiers)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
@@ -62,7 +66,9 @@ pub fn judge_gradients(
         let inputs = [&q, &k, &v, &d_o];
         let lengths = lengths(tensors);
         let (sinks, slopes) = (list(tensors, Slot::Sinks)?, list(tensors, Slot::AlibiSlopes)?);
-        let modifiers = Modifiers { sinks: sinks.as_deref(), alibi_slopes: slopes.as_deref(), blocks: lists(tensors) };
+        let (sinks, alibi_slopes) = (sinks.as_deref(), slopes.as_deref());
+        let dropout = DropoutMask::of(problem.forward(), dropout_state(tensors));
+        let modifiers = Modifiers { sinks, alibi_slopes, blocks: lists(tensors), dropout };
         let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
         let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
         let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;

@@ -7,6 +7,7 @@ use hopper_attention::{DType, Dims, ForwardProblem, ForwardProblemBuilder, Mask}
 use crate::alibi::Alibi;
 use crate::blocks::{Blocks, BlocksImage};
 use crate::data::Values;
+use crate::dropout;
 use crate::layouts::Placement;
 use crate::packing::Packing;
 use crate::sinks::Sinks;
@@ -42,6 +43,8 @@ pub struct Case {
     pub max_logits: bool,
     /// Lists of blocks, beside the mask.
     pub blocks: Blocks,
+    /// The probability with which dropout makes a weight 0. 0 where there is no dropout.
+    pub dropout: f32,
 }
 
 impl Case {
@@ -62,6 +65,7 @@ impl Case {
             alibi: Alibi::None,
             max_logits: false,
             blocks: Blocks::None,
+            dropout: 0.0,
         }
     }
 
@@ -107,6 +111,18 @@ impl Case {
         self
     }
 
+    /// The same with dropout.
+    #[must_use]
+    pub fn dropout(mut self, probability: f32) -> Self {
+        self.dropout = probability;
+        self
+    }
+
+    /// The words of the seed and the offset of dropout, where there is any.
+    pub fn dropout_state(&self) -> Option<[i32; 4]> {
+        dropout::state(self.dropout, self.seed)
+    }
+
     /// The lists of blocks, where there are any.
     pub fn block_lists(&self) -> Option<BlocksImage> {
         self.blocks.image(self.dims, self.seed)
@@ -125,7 +141,8 @@ impl Case {
             Some(slopes) => options.alibi(slopes),
             None => options,
         };
-        let options = options.block_mask(self.block_lists().map(|lists| lists.mask));
+        let options =
+            options.dropout(dropout::option(self.dropout)).block_mask(self.block_lists().map(|lists| lists.mask));
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),
             None => options,
@@ -153,6 +170,7 @@ impl fmt::Display for Case {
             alibi,
             max_logits,
             blocks,
+            dropout,
         } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
@@ -174,6 +192,9 @@ impl fmt::Display for Case {
         f.write_str(if *max_logits { " max_logits" } else { "" })?;
         if !blocks.is_none() {
             write!(f, " blocks {blocks:?}")?;
+        }
+        if *dropout != 0.0 {
+            write!(f, " dropout {dropout}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })

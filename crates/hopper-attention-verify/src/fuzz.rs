@@ -170,6 +170,12 @@ impl Fuzz {
         self.with(move |case| *case = listed(case.clone(), blocks))
     }
 
+    /// Gives all problems dropout with this probability (0: none) in place of the drawn one. Problems with e4m3 operands have none.
+    #[must_use]
+    pub fn dropout(self, probability: f32) -> Self {
+        self.with(move |case| case.dropout = probability)
+    }
+
     /// Asks all problems for the maximum logits, or none of them. Problems with e4m3 operands have none.
     #[must_use]
     pub fn max_logits(self, wanted: bool) -> Self {
@@ -263,6 +269,18 @@ mod tests {
         }
     }
 
+    #[test]
+    fn dropout_may_be_given() {
+        for (probability, for_gpu) in [(0.0, false), (0.25, false), (0.25, true)] {
+            let mut fuzz = Fuzz::new(5, for_gpu).dropout(probability);
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let has = probability > 0.0 && !matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+                let got = problem.forward().dropout().map(|dropout| dropout.probability());
+                assert_eq!(got, has.then_some(probability), "{problem}");
+            }
+        }
+    }
+
     /// What a problem computes beside the plain softmax, by name.
     fn modifiers(problem: &Problem) -> Vec<&'static str> {
         let Problem { pass, case, .. } = problem;
@@ -276,6 +294,7 @@ mod tests {
             // Gradients have nothing to do with these.
             (forward.wants_max_logits() && *pass == Pass::Forward, "max_logits"),
             (forward.block_mask().is_some(), "blocks"),
+            (forward.dropout().is_some(), "dropout"),
             (packed, "packed"),
             (used, "used lengths"),
             (forward.mask() == hopper_attention::Mask::Full, "full"),
@@ -298,7 +317,7 @@ mod tests {
         let (masks, passes) = (["full", "causal", "window", "chunked", "prefix"], ["forward", "backward", "fp8"]);
         both(&masks, &masks)
             || both(&passes, &passes)
-            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks"])
+            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks", "dropout"])
             || both(&["backward"], &["max_logits"])
             || both(&["blocks"], &["packed", "used lengths"])
             || for_gpu && both(&["blocks"], &["softcap", "alibi", "max_logits"])
@@ -317,7 +336,8 @@ mod tests {
                     names[i + 1..].iter().for_each(|b| *pairs.entry((*a, *b)).or_default() += 1);
                 }
             }
-            assert_eq!(seen.len(), 15, "{seen:?}");
+            // Kernels have no dropout.
+            assert_eq!(seen.len(), if for_gpu { 15 } else { 16 }, "{seen:?}");
             let all = seen.iter().flat_map(|a| seen.iter().map(move |b| (*a, *b))).filter(|(a, b)| a < b);
             for (a, b) in all {
                 let drawn = pairs.get(&(a, b)).or(pairs.get(&(b, a))).copied().unwrap_or(0);

@@ -11,6 +11,7 @@ pub mod backward;
 pub mod blocks;
 pub mod case;
 pub mod data;
+pub mod dropout;
 pub mod forward;
 pub mod fp8;
 pub mod fuzz;

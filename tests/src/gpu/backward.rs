@@ -39,6 +39,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             sinks: None,
             alibi_slopes: None,
             blocks: None,
+            dropout_state: None,
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -228,6 +228,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             alibi_slopes: None,
             max_logits: None,
             blocks: None,
+            dropout_state: None,
             workspace: 0,
             workspace_bytes: 0,
         }

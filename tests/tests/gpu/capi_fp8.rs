@@ -81,6 +81,7 @@ fn c_quantises_and_attends_as_rust_does() {
             alibi_slopes: None,
             max_logits: None,
             blocks: None,
+            dropout_state: None,
             workspace,
             workspace_bytes: bytes,
         };

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling};
+use hopper_attention::{Arch, Corner, DType, Dims, Dropout, ForwardProblem, Mask, Scaling};
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -150,11 +150,11 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
-    let cases = (cases, ((random::softcap(), random::blocks()), random::biases()));
+    let cases = (cases, ((random::softcap(), random::blocks()), (random::biases(), random::dropout())));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |(
             (pass, dtype, arch, deterministic),
-            (case, ((softcap, blocks), biases)),
+            (case, ((softcap, blocks), (biases, dropout))),
             values,
             (scaling, half_scores, hadamard),
             last,
@@ -172,6 +172,10 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             };
             if !fp8 && (!for_gpu || kernels_have) {
                 case = random::listed(case, blocks);
+            }
+            if !fp8 && !for_gpu {
+                // Kernels have no dropout yet.
+                case.dropout = dropout;
             }
             case.values = values.unwrap_or(case.values);
             if for_gpu && pass == Pass::Backward {
@@ -248,14 +252,17 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "Blocks::is_none")]
     blocks: Blocks,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    dropout: f32,
 }
 
 fn is_false(wanted: &bool) -> bool {
     !wanted
 }
 
-fn is_zero(softcap: &f32) -> bool {
-    *softcap == 0.0
+fn is_zero(number: &f32) -> bool {
+    *number == 0.0
 }
 
 /// The same of a mask. Bounds that are `null` keep all keys.
@@ -308,6 +315,7 @@ impl From<Problem> for Record {
             alibi: case.alibi,
             max_logits: case.max_logits,
             blocks: case.blocks,
+            dropout: case.dropout,
         }
     }
 }
@@ -324,6 +332,7 @@ impl TryFrom<Record> for Problem {
     type Error = String;
 
     fn try_from(record: Record) -> Result<Self, String> {
+        Dropout::new(record.dropout).map_err(|error| error.to_string())?;
         let corner = |top_left| if top_left { Corner::TopLeft } else { Corner::BottomRight };
         let dims = Dims::new(record.batch, record.seqlen_q, record.heads_q, record.head_dim_qk)
             .with_seqlen_kv(record.seqlen_kv)
@@ -349,6 +358,7 @@ impl TryFrom<Record> for Problem {
             alibi: record.alibi,
             max_logits: record.max_logits,
             blocks: record.blocks,
+            dropout: record.dropout,
         };
         let problem = Self {
             pass: record.pass,
