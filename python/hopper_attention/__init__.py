@@ -11,6 +11,7 @@
 - `BlockLists`, `block_lists`: block-sparse masks, made once for many calls.
 - `block_lists_from_slices`, `block_lists_from_documents`, `block_lists_from_prefixes`, `block_lists_from_spans`: the same
   without a dense mask.
+- `dropout_mask`: which pairs a call with dropout keeps.
 - `register_sdpa`: torch's scaled_dot_product_attention calls this library.
 - `register_transformers`: Hugging Face models run with attn_implementation="hopper_attention".
 - `abi`: the C ABI itself.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from . import _arrays, abi
+from . import _arrays, _philox, abi
 from ._block_lists import BlockLists
 from ._made_lists import (
     block_lists_from_documents,
@@ -29,7 +30,7 @@ from ._made_lists import (
     block_lists_from_slices,
     block_lists_from_spans,
 )
-from ._plans import Chunked, Prefix, Window
+from ._plans import Chunked, Prefix, Window, dropped_of
 from .abi import HattnError
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "block_lists_from_slices",
     "block_lists_from_spans",
     "device_count",
+    "dropout_mask",
     "quantize",
     "register_sdpa",
     "register_transformers",
@@ -68,7 +70,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _additive, _biased, _blocks, _fp8, _sinks, _torch, _varlen
+        from . import _additive, _blocks, _dropout, _fp8, _sinks, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -110,6 +112,9 @@ def attention(
     attn_mask: Any = None,
     block_mask: Any = None,
     bias: Any = None,
+    dropout_p: float = 0.0,
+    dropout_state: Any = None,
+    generator: Any = None,
 ) -> Any:
     """softmax(mask(scale * q k^T)) v.
 
@@ -148,6 +153,14 @@ def attention(
       f16, whatever the type of q. -inf hides a pair as a mask does. On torch tensors it has a gradient, in its shape and
       type: computed where the bias requires one. On the CPU. GPUs have no kernels for it yet, and refuse it.
 
+    - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
+      1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
+      On the CPU only: a GPU refuses it. Not yet with attn_mask or block_mask on torch tensors.
+    - dropout_state: the seed and the offset of dropout, int64 [2]. `dropout_mask` says which pairs they keep. None: on
+      torch tensors they are drawn from the generator, and gradients have the same. Arrays must have them, or their
+      four words as int32 [4].
+    - generator: a torch.Generator to draw from. None: torch's own of the device.
+
     o is [batch, seqlen_q, heads_q, head_dim of v] and dense. lse is the log-sum-exp of the scores: f32, [batch,
     heads_q, seqlen_q]. A query that sees no key has o = 0 and lse = -inf.
 
@@ -170,29 +183,38 @@ def attention(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
+        dropout = (dropout_p, dropout_state, generator)
         if type(q) is not _Tensor and _torch.is_jagged(q):
             if attn_mask is not None or block_mask is not None or bias is not None:
                 name = "bias" if bias is not None else "attn_mask" if block_mask is None else "block_mask"
                 raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
-            attend = _biased.biased(alibi_slopes, return_max_logits)
+            attend = _dropout.modified(alibi_slopes, return_max_logits, dropout)
             return _varlen.nested(q, k, v, return_lse, scale=scale, attend=attend, **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
         if bias is not None or (isinstance(attn_mask, _Tensor) and attn_mask.is_floating_point()):
+            if _dropout.dropout_of(*dropout):
+                name = "bias" if bias is not None else "attn_mask"
+                raise NotImplementedError(f"{name}: given with dropout_p {dropout_p}; allowed: one of both")
             more = (s_aux, *numbers, softcap, alibi_slopes, return_max_logits)
             return _additive.attention_additive(q, k, v, bias, block_mask, attn_mask, *more)
         if attn_mask is not None or block_mask is not None:
+            if _dropout.dropout_of(*dropout):
+                name = "attn_mask" if block_mask is None else "block_mask"
+                raise NotImplementedError(f"{name}: given with dropout_p {dropout_p}; allowed: one of both")
             rest = (softcap, alibi_slopes, return_max_logits)
             return _blocks.attention_blocks(q, k, v, block_mask, attn_mask, s_aux, *numbers, *rest)
-        attend = _biased.biased(alibi_slopes, return_max_logits)
+        attend = _dropout.modified(alibi_slopes, return_max_logits, dropout)
         if softcap or attend:
             return _varlen.attention_modified(q, k, v, s_aux, *numbers, softcap, attend)
         if s_aux is not None:
             return _sinks.attention_sinks(q, k, v, s_aux, *numbers)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
+    _no_generator(generator)
     rest = (out, lse_out, stream, sm_margin, s_aux, softcap, alibi_slopes, (return_max_logits, max_logits_out))
-    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest, (attn_mask, block_mask), bias)
+    rest = (*rest, (attn_mask, block_mask), bias, (dropout_p, dropout_state))
+    return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest)
 
 
 def attention_backward(
@@ -219,6 +241,8 @@ def attention_backward(
     block_mask: Any = None,
     bias: Any = None,
     return_d_bias: bool = False,
+    dropout_p: float = 0.0,
+    dropout_state: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention` on arrays with __dlpack__.
 
@@ -227,12 +251,14 @@ def attention_backward(
     o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
     of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
     missing. sm_margin need not be that of `attention`. With s_aux there is a fourth gradient, d_s_aux, in f32.
-    With return_d_bias the last one is the gradient of the bias, in its shape and type.
+    With return_d_bias the last one is the gradient of the bias, in its shape and type. dropout_state is the one that
+    `attention` read.
     """
     if _is_torch(q, k, v):
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
     masks = (attn_mask, block_mask)
     rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes, masks, bias, return_d_bias)
+    rest = (*rest, (dropout_p, dropout_state))
     return _arrays.attention_backward(q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, *rest)
 
 
@@ -246,6 +272,25 @@ def block_lists(mask: Any, q: Any, k: Any) -> BlockLists:
         booleans = isinstance(mask, torch.Tensor)
         return _blocks.lists_for(None if booleans else mask, mask if booleans else None, q, k)
     return _arrays.lists_for(mask, None, q, q.shape, k.shape)
+
+
+def dropout_mask(
+    dropout_p: float, dropout_state: Any, batch: int, heads_q: int, seqlen_q: int, seqlen_kv: int
+) -> Any:
+    """Which pairs a call with this dropout keeps: booleans, [batch, heads_q, seqlen_q, seqlen_kv].
+
+    dropout_state is what `attention` takes: int64 [2], the seed and the offset. Of a torch tensor the mask is a tensor
+    on its device, and of anything else with two numbers it is a numpy array. The mask does not depend on the device of
+    the call, and not on how sequences are packed: of packed sequences the batch is the number of the sequence.
+    """
+    seed, offset = (int(number) for number in dropout_state)
+    sizes = (batch, heads_q, seqlen_q, seqlen_kv)
+    if torch is not None and isinstance(dropout_state, torch.Tensor):
+        where = {"device": dropout_state.device}
+        return _philox.dropout_mask(torch, where, dropped_of(dropout_p), seed, offset, *sizes)
+    import numpy
+
+    return _philox.dropout_mask(numpy, {}, dropped_of(dropout_p), seed, offset, *sizes)
 
 
 def attention_varlen(
@@ -275,6 +320,9 @@ def attention_varlen(
     alibi_slopes: Any = None,
     return_max_logits: bool = False,
     max_logits_out: Any = None,
+    dropout_p: float = 0.0,
+    dropout_state: Any = None,
+    generator: Any = None,
 ) -> Any:
     """`attention` to packed sequences: each query sees the keys of its own sequence alone.
 
@@ -290,7 +338,7 @@ def attention_varlen(
     - fill_gaps: rows that belong to no sequence, and rows that are not used, get zeros in o and in gradients, and -inf
       in lse. False: they are not written, and hold whatever was in memory.
     - s_aux: as in `attention`. Rows that belong to no sequence have no sink.
-    - softcap, return_max_logits: as in `attention`.
+    - softcap, return_max_logits, dropout_p, dropout_state, generator: as in `attention`.
     - alibi_slopes: as in `attention`, [heads_q] or [batch, heads_q]: of each sequence its own. Distances are those of the
       sequence.
     - deterministic: gradients of torch tensors are the same bits every time, as under
@@ -336,14 +384,15 @@ def attention_varlen(
             sm_margin,
             s_aux,
             softcap,
-            _biased.biased(alibi_slopes, return_max_logits),
+            _dropout.modified(alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator)),
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     rest = (fill_gaps, out, lse_out, stream, sm_margin, s_aux, softcap)
-    more = (alibi_slopes, (return_max_logits, max_logits_out))
+    _no_generator(generator)
+    more = (alibi_slopes, (return_max_logits, max_logits_out), (dropout_p, dropout_state))
     return _arrays.attention_varlen(q, k, v, lists, *mask, scale, return_lse, longest, *rest, *more)
 
 
@@ -374,6 +423,8 @@ def attention_varlen_backward(
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    dropout_state: Any = None,
 ) -> Any:
     """The gradients (d_q, d_k, d_v) of `attention_varlen` on arrays with __dlpack__.
 
@@ -388,8 +439,13 @@ def attention_varlen_backward(
         )
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
-    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap, alibi_slopes)
+    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap, alibi_slopes, (dropout_p, dropout_state))
     return _arrays.attention_varlen_backward(q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, *rest)
+
+
+def _no_generator(generator: Any) -> None:
+    if generator is not None:
+        raise TypeError("generator: for torch tensors; arrays take a dropout_state")
 
 
 def _no_outputs(out: Any, lse_out: Any, stream: Any, max_logits_out: Any) -> None:

@@ -13,6 +13,7 @@ from ._plans import (
     bias_fields,
     bias_shape,
     check_list,
+    dropout_of,
     hints_of,
     lists_of,
     margin_of,
@@ -196,8 +197,12 @@ def attention(
     max_logits: tuple = (False, None),
     masks: tuple = (None, None),
     bias: Any = None,
+    dropout: tuple = (0.0, None),
 ) -> Any:
-    """See hopper_attention.attention. `max_logits`: whether they are wanted, and where. `masks`: attn_mask and block_mask."""
+    """See hopper_attention.attention.
+
+    `max_logits`: whether they are wanted, and where. `masks`: attn_mask and block_mask. `dropout`: dropout_p and dropout_state.
+    """
     exports = {name: _four(name, array, stream) for name, array in (("q", q), ("k", k), ("v", v))}
     lse = return_lse or lse_out is not None
     mask = mask_of(causal, window, top_left)
@@ -205,10 +210,11 @@ def attention(
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
     masks, added = _additive(masks, bias, q, of, stream)
-    lists = _lists(masks, q, of, stream)
+    lists, state = _lists(masks, q, of, stream), _state(dropout, q, stream)
     more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits), **fields_of(lists)}
-    problem = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added))
-    return _forward(problem, q, {**exports, **sinks, **slopes, **lists, **added}, out, lse_out, max_logits[1], stream)
+    problem = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added), **_dropped(dropout))
+    given = {**exports, **sinks, **slopes, **lists, **added, **state}
+    return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
 
 
 def _lists(masks: tuple, like: Any, of: tuple, stream: Optional[int]) -> dict:
@@ -301,6 +307,30 @@ def _slopes(alibi_slopes: Any, stream: Optional[int]) -> dict:
     return {} if alibi_slopes is None else {"alibi_slopes": Array("alibi_slopes", alibi_slopes, stream)}
 
 
+def _dropped(dropout: tuple) -> dict:
+    """The field of a problem with this dropout."""
+    return {"dropout": dropout_of(*dropout)}
+
+
+def _state(dropout: tuple, like: Any, stream: Optional[int]) -> dict:
+    """The export of the seed and the offset of dropout by its name: their four words. Nothing without dropout."""
+    if not dropout_of(*dropout):
+        return {}
+    state = dropout[1]
+    if state is None:
+        raise TypeError("dropout_state: missing; allowed: the seed and the offset, int64 [2]")
+    its, ours = _numpy_of(state), _numpy_of(like)
+    if its is not None and state.dtype.kind in "iu" and state.dtype.itemsize == 8:
+        state = its.ascontiguousarray(state).view("int32")
+        if ours is not None and ours is not its and its.__name__ == "numpy":
+            state = ours.asarray(state)
+    export = Array("dropout_state", state, stream, is_list=True)
+    if export.shape != (4,):
+        allowed = "the seed and the offset: int64 [2] of numpy and CuPy, or their four words, int32 [4]"
+        raise ValueError(f"dropout_state: shape {list(export.shape)} of words; allowed: {allowed}")
+    return {"dropout_state": export}
+
+
 def _biased(slopes: dict, max_logits: tuple = (False, None)) -> dict:
     """The fields of a forward problem with these slopes and maximum logits."""
     wanted = max_logits[0] or max_logits[1] is not None
@@ -354,8 +384,9 @@ def attention_backward(
     masks: tuple = (None, None),
     bias: Any = None,
     return_d_bias: bool = False,
+    dropout: tuple = (0.0, None),
 ) -> tuple:
-    """See hopper_attention.attention_backward. `masks`: attn_mask and block_mask."""
+    """See hopper_attention.attention_backward. `masks` and `dropout` are as in `attention`."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     exports = {name: _four(name, array, stream) for name, array in inputs.items()}
     exports["lse"] = Array("lse", lse, stream)
@@ -366,11 +397,11 @@ def attention_backward(
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
     masks, added = _additive(masks, bias, q, of, stream)
-    lists = _lists(masks, q, of, stream)
+    lists, state = _lists(masks, q, of, stream), _state(dropout, q, stream)
     more = {"sinks": _type_of(sinks), **_biased(slopes), **fields_of(lists)}
-    forward = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added))
-    exports = {**exports, **sinks, **slopes, **lists, **added}
-    return _backward(forward, (q, k, v), exports, deterministic, out, stream, return_d_bias)
+    forward = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added), **_dropped(dropout))
+    given = {**exports, **sinks, **slopes, **lists, **added, **state}
+    return _backward(forward, (q, k, v), given, deterministic, out, stream, return_d_bias)
 
 
 def _backward(
@@ -457,6 +488,7 @@ def attention_varlen(
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
     max_logits: tuple = (False, None),
+    dropout: tuple = (0.0, None),
 ) -> Any:
     """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -467,8 +499,8 @@ def attention_varlen(
     sinks = _sinks(s_aux, stream)
     slopes = _slopes(alibi_slopes, stream)
     more = {"dtype": exports["q"].dtype, "lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits)}
-    problem = packed_problem(*of, lengths, hints, **more, **numbers)
-    given = {**exports, **_given(lengths), **sinks, **slopes}
+    problem = packed_problem(*of, lengths, hints, **more, **numbers, **_dropped(dropout))
+    given = {**exports, **_given(lengths), **sinks, **slopes, **_state(dropout, q, stream)}
     return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
 
 
@@ -494,6 +526,7 @@ def attention_varlen_backward(
     s_aux: Any = None,
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
+    dropout: tuple = (0.0, None),
 ) -> tuple:
     """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -503,10 +536,10 @@ def attention_varlen_backward(
     sinks = _sinks(s_aux, stream)
     slopes = _slopes(alibi_slopes, stream)
     fields = {"dtype": exports["q"].dtype, "sinks": _type_of(sinks), **_biased(slopes)}
-    forward = packed_problem(*of, lengths, hints, **fields, **numbers)
+    forward = packed_problem(*of, lengths, hints, **fields, **numbers, **_dropped(dropout))
     more = {"o": o, "lse": lse, "d_o": d_o, **({} if d_lse is None else {"d_lse": d_lse})}
     exports.update({name: Array(name, array, stream) for name, array in more.items()})
-    given = {**exports, **_given(lengths), **sinks, **slopes}
+    given = {**exports, **_given(lengths), **sinks, **slopes, **_state(dropout, q, stream)}
     return _backward(forward, (q, k, v), given, deterministic, out, stream)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
 import threading
 from typing import Any, NamedTuple, Optional, Tuple, Union
@@ -123,6 +124,28 @@ def mask_of(causal: bool, window: Window, top_left: bool) -> Mask:
 def softcap_of(softcap: Optional[float]) -> float:
     """A cap of the scores for the library, where 0 stands for none. The library refuses what no cap can be."""
     return 0.0 if softcap is None else float(softcap)
+
+
+def dropout_of(probability: Optional[float], state: Any, *others: Any) -> float:
+    """A probability of dropout for the library, where 0 stands for none. The library refuses what is no probability.
+
+    Without dropout nobody reads a seed, an offset or a generator, so none is taken.
+    """
+    if probability:
+        return float(probability)
+    for name, given in zip(("dropout_state", "generator"), (state, *others)):
+        if given is not None:
+            raise ValueError(f"{name}: given with dropout_p {probability}; allowed: None, or a dropout_p above 0")
+    return 0.0
+
+
+def dropped_of(probability: float) -> int:
+    """How many of 32768 weights are dropped with this probability, as the library rounds it."""
+    single = ctypes.c_float(probability).value
+    dropped = int(single * 32768 + 0.5) if 0 <= single < 1 else 32768
+    if dropped == 32768:
+        raise ValueError(f"dropout_p: {probability}; allowed: 0 to below 1, and what is not rounded to 1 in steps of 1/32768")
+    return dropped
 
 
 def alibi_of(slopes: Any) -> int:

@@ -182,7 +182,7 @@ class _Run:
         self.lists = dict(zip(abi.LENGTHS, arguments[:4]))
         self.hints, self.deterministic = Hints(*arguments[4:7]), bool(arguments[7])
         # The dispatcher may leave the cap out where it is 0.
-        self.numbers, self.softcap = arguments[8:14], (*arguments[14:], 0.0)[0]
+        self.numbers, (self.softcap, self.dropout) = arguments[8:14], (*arguments[14:], 0.0, 0.0)[:2]
 
     def _problem(self, q: Any, k: Any, v: Any, lse: bool, given: Any = ()) -> Any:
         """The problem. `given` has its other tensors by their names, of which some change it."""
@@ -207,6 +207,7 @@ class _Run:
             sinks=0 if sinks is None else DTYPES[sinks.dtype],
             alibi=alibi_of(slopes),
             max_logits=int("max_logits" in given),
+            dropout=self.dropout,
             **fields_of(given),
             **({} if bias is None else bias_fields(DTYPES[bias.dtype], bias.shape)),
         )
@@ -220,7 +221,7 @@ class _Run:
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
         key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
-        key = (*key, self.softcap, tuple((name, t.shape) for name, t in dict(given).items()))
+        key = (*key, self.softcap, self.dropout, tuple((name, t.shape) for name, t in dict(given).items()))
         require_gradients(key, ordinal(q.device), problems)
 
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:
@@ -234,7 +235,8 @@ class _Run:
                 problem = abi.BackwardProblem.of(problem, **more)
             return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
 
-        key = (args, self.hints, self.numbers, self.softcap, tuple(more.items()), tuple(given), _key(tuple(given.values())))
+        numbers = (self.numbers, self.softcap, self.dropout)
+        key = (args, self.hints, numbers, tuple(more.items()), tuple(given), _key(tuple(given.values())))
         run(prepared(key, make), q, tuple(given.values()))
 
 

@@ -119,6 +119,8 @@ class ForwardProblem(_Versioned):
         sinks=ctypes.c_int32,
         softcap=ctypes.c_float,
         **_all_of(ctypes.c_int32, "alibi max_logits block_mask block_mask_most_partial bias bias_dims"),
+        dropout=ctypes.c_float,
+        reserved=ctypes.c_int32,
     )
 
     @classmethod
@@ -149,6 +151,8 @@ class BackwardProblem(_Versioned):
         fill_gaps=ctypes.c_int32,
         softcap=ctypes.c_float,
         **_all_of(ctypes.c_int32, "sinks d_sinks alibi d_bias block_mask block_mask_most_partial bias bias_dims"),
+        dropout=ctypes.c_float,
+        reserved=ctypes.c_int32,
     )
 
     @classmethod
@@ -201,6 +205,7 @@ class ForwardArgs(_Versioned):
         **_all_of(_TensorPointer, "sinks alibi_slopes max_logits"),
         **_all_of(_TensorPointer, _BLOCK_LISTS),
         bias=_TensorPointer,
+        dropout_state=_TensorPointer,
     )
 
 
@@ -215,6 +220,7 @@ class BackwardArgs(_Versioned):
         **_all_of(_TensorPointer, "sinks d_sinks alibi_slopes"),
         **_all_of(_TensorPointer, _BLOCK_LISTS),
         **_all_of(_TensorPointer, "bias dbias"),
+        dropout_state=_TensorPointer,
     )
 
 
@@ -414,8 +420,8 @@ class ForwardPlan(Plan):
         """Computes on the CPU. On a GPU it enqueues on `stream`, a CUstream as an integer (None: the default stream).
 
         `more` has what the problem asks for beside these: of FP8 descale_q, descale_k, descale_v, scale_o and amax, and
-        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes, max_logits, bias
-        and those of BLOCK_LISTS.
+        of packed sequences cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv; and sinks, alibi_slopes, max_logits,
+        bias, dropout_state and those of BLOCK_LISTS.
         """
         self._run({"q": q, "k": k, "v": v, "o": o, "lse": lse, **more}, workspace, workspace_bytes, stream)
 
@@ -445,7 +451,7 @@ class BackwardPlan(Plan):
         """Computes the gradients of q, k and v, in the way of `ForwardPlan.run`. o and lse are what that run wrote.
 
         `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for, and the sinks,
-        d_sinks, alibi_slopes, bias, dbias and those of BLOCK_LISTS.
+        d_sinks, alibi_slopes, bias, dbias, dropout_state and those of BLOCK_LISTS.
         """
         tensors = {
             "q": q,

@@ -130,6 +130,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         block_mask_most_partial: problem.block_mask().map_or(0, |mask| mask.most_partial() as i32),
         bias: problem.bias().map_or(0, |bias| dtype(bias.dtype())),
         bias_dims: problem.bias().map_or(0, bias_dims),
+        dropout: problem.dropout().map_or(0.0, |dropout| dropout.probability()),
+        reserved: 0,
     }
 }
 
@@ -170,6 +172,8 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         block_mask_most_partial: forward.block_mask_most_partial,
         bias: forward.bias,
         bias_dims: forward.bias_dims,
+        dropout: forward.dropout,
+        reserved: 0,
         sinks: forward.sinks,
         d_sinks: i32::from(problem.wants_d_sinks()),
     }
@@ -209,6 +213,7 @@ pub struct Memory {
     pub max_logits: Option<hattn_tensor>,
     pub bias: Option<hattn_tensor>,
     pub blocks: Option<BlocksMemory>,
+    pub dropout_state: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -231,6 +236,7 @@ pub struct BackwardMemory {
     pub alibi_slopes: Option<hattn_tensor>,
     pub bias: Option<[hattn_tensor; 2]>,
     pub blocks: Option<BlocksMemory>,
+    pub dropout_state: Option<hattn_tensor>,
     pub workspace: u64,
     pub workspace_bytes: usize,
 }
@@ -401,6 +407,7 @@ impl Memory {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            dropout_state: address(self.dropout_state.as_ref()),
             workspace: self.workspace as *mut c_void,
             workspace_bytes: self.workspace_bytes,
             ..Default::default()
@@ -527,6 +534,7 @@ impl Plan<hattn_backward_problem> {
             mask_bits,
             full_block_cnt,
             full_block_idx,
+            dropout_state: address(memory.dropout_state.as_ref()),
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_backward_run(self.0, &args, stream.cast()) })

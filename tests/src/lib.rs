@@ -10,6 +10,7 @@ pub mod backward;
 pub mod bias;
 pub mod blocks;
 pub mod c;
+pub mod dropout;
 pub mod edges;
 pub mod fp8;
 #[cfg(feature = "cuda")]

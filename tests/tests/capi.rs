@@ -13,6 +13,7 @@ use hopper_attention_tests::c::{
     BackwardMemory, BlocksMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor,
 };
 use hopper_attention_tests::data::{Image, Poison};
+use hopper_attention_tests::dropout;
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
 use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
 use hopper_attention_tests::sinks::{self, SinksImage};
@@ -39,6 +40,7 @@ fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory
         max_logits: outputs.max_logits.as_mut().map(|logits| output(logits, DType::F32)),
         bias: prepared.bias.as_ref().map(bias_input),
         blocks: prepared.blocks.as_ref().map(blocks_input),
+        dropout_state: prepared.dropout_state.as_ref().map(state_input),
         workspace: 0,
         workspace_bytes: 0,
     }
@@ -59,6 +61,10 @@ fn slopes_input(slopes: &AlibiImage) -> hattn_tensor {
 
 fn blocks_input(lists: &BlocksImage) -> BlocksMemory {
     BlocksMemory::new(lists, HATTN_CPU, |slot| lists.inner(slot).as_ptr() as u64)
+}
+
+fn state_input(state: &[i32; 4]) -> hattn_tensor {
+    tensor(state.as_ptr() as u64, DType::I32, HATTN_CPU, Layout::contiguous([4]).unwrap())
 }
 
 fn sinks_input(sinks: &SinksImage) -> hattn_tensor {
@@ -124,6 +130,7 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
             [bias_input(bias), tensor(d_bias.address_mut() as u64, dtype, HATTN_CPU, layout)]
         }),
         blocks: prepared.blocks.as_ref().map(blocks_input),
+        dropout_state: prepared.dropout_state.as_ref().map(state_input),
         workspace: 0,
         workspace_bytes: 0,
     }
@@ -314,6 +321,50 @@ fn slopes_and_maximum_logits_are_refused_by_name_through_c() {
     assert!(text.contains("alibi_slopes: missing"), "{text}");
     let text = run(Memory { max_logits: None, ..all });
     assert!(text.contains("max_logits: missing"), "{text}");
+    assert!(refused(&|p| p.reserved = 1).contains("reserved 0x1"));
+}
+
+#[test]
+fn dropout_through_c_keeps_the_tolerance() {
+    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+    // 0 stands for no dropout in C, so there is none with a probability that is rounded to 0.
+    let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 60_000 && case.dropout > 1e-4;
+    for case in dropout::cases(Grid::from_env()).iter().filter(cheap).step_by(11) {
+        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
+        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
+    }
+    runner.finish();
+}
+
+#[test]
+fn dropout_is_refused_by_name_through_c() {
+    let case = Case::new(5, 7, 8, Mask::Full).dropout(0.5);
+    let given = problem(&case.problem(DType::F32));
+    let refused = |edit: &dyn Fn(&mut hattn_forward_problem)| {
+        let mut wrong = given;
+        edit(&mut wrong);
+        Plan::new(&wrong, HATTN_CPU).unwrap_err().1
+    };
+    assert_eq!(refused(&|p| p.dropout = 1.0), "dropout: 1; allowed: 0 to below 1");
+    assert_eq!(refused(&|p| p.dropout = f32::NAN), "dropout: NaN; allowed: 0 to below 1");
+    let text = refused(&|p| (p.dtype, p.output) = (HATTN_E4M3, 0));
+    assert!(text.contains("dropout with e4m3 operands"), "{text}");
+    let prepared = Prepared::<f32>::new(&case);
+    let mut outputs = prepared.outputs();
+    let all = memory(&prepared, &mut outputs);
+    let run = |given: &hattn_forward_problem, memory: Memory| {
+        // SAFETY: as above.
+        unsafe { Plan::new(given, HATTN_CPU).unwrap().run(&memory, null_mut()) }.unwrap_err().1
+    };
+    let text = run(&given, Memory { dropout_state: None, ..all });
+    assert!(text.contains("dropout_state: missing"), "{text}");
+    let mut without = given;
+    without.dropout = -0.0;
+    assert!(run(&without, all).contains("dropout_state: given"));
+    // The two 64-bit numbers themselves, and not their words.
+    let words = all.dropout_state.map(|state| hattn_tensor { shape: [2, 0, 0, 0], ..state });
+    let text = run(&given, Memory { dropout_state: words, ..all });
+    assert!(text.contains("dropout_state: shape [2], expected [4]"), "{text}");
 }
 
 #[test]
@@ -366,6 +417,7 @@ fn two_threads_fill_two_heads_of_one_tensor() {
             max_logits: None,
             bias: None,
             blocks: None,
+            dropout_state: None,
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -90,6 +90,7 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
         max_logits: None,
         bias: None,
         blocks: None,
+        dropout_state: None,
         workspace: 0,
         workspace_bytes: 0,
     };

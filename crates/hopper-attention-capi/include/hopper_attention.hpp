@@ -295,6 +295,10 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.bias, form.dtype()).set(problem_.bias_dims, form.dims());
   }
 
+  // Dropout of the weights: the probability, 0 (none) to below 1, with which one becomes 0 (hattn_forward_problem). The
+  // argument dropout_state of a run has the seed and the offset. On the CPU only, and for other operands than E4M3.
+  constexpr ForwardProblem& dropout(float probability) noexcept { return set(problem_.dropout, probability); }
+
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
   constexpr ForwardProblem& arch(Arch arch) noexcept { return set(problem_.arch, arch); }
 
@@ -376,6 +380,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.block_mask_most_partial = of.block_mask_most_partial;
     problem_.bias = of.bias;
     problem_.bias_dims = of.bias_dims;
+    problem_.dropout = of.dropout;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
     problem_.cu_seqlens_q = of.cu_seqlens_q;
@@ -436,6 +441,9 @@ struct ForwardArgs {
   // Of full blocks: as the first two. Given exactly if the block mask has full_blocks(true).
   std::optional<ConstTensorView> full_block_cnt{}, full_block_idx{};
   std::optional<ConstTensorView> bias{};  // [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]; given exactly with bias()
+  // Seed and offset of dropout(): I32 [4], the words of two 64-bit numbers, low ones first. Given exactly if the
+  // problem's dropout is not 0.
+  std::optional<ConstTensorView> dropout_state{};
 };
 
 // What a backward pass reads and writes. Outputs are overwritten, not added to.
@@ -461,6 +469,7 @@ struct BackwardArgs {
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{}, full_block_cnt{}, full_block_idx{};
   std::optional<ConstTensorView> bias{};  // as in ForwardArgs
   std::optional<TensorView> dbias{};      // as bias; given exactly if the problem has d_bias(true)
+  std::optional<ConstTensorView> dropout_state{};  // as in ForwardArgs: the numbers that the forward pass read
 };
 
 namespace detail {
@@ -487,6 +496,7 @@ C c_args(const Args& args) noexcept {
   c.full_block_cnt = c_tensor(args.full_block_cnt);
   c.full_block_idx = c_tensor(args.full_block_idx);
   c.bias = c_tensor(args.bias);
+  c.dropout_state = c_tensor(args.dropout_state);
   return c;
 }
 

@@ -56,8 +56,7 @@ pub const HATTN_BOTTOM_RIGHT: hattn_corner = 0;
 /// Top-left aligned: a causal mask lets query i see keys up to i.
 pub const HATTN_TOP_LEFT: hattn_corner = 1;
 
-/// Whether scores have a bias that grows with the distance of query and key (ALiBi), and which slopes there are: HATTN_ALIBI_NONE,
-/// HATTN_ALIBI_PER_HEAD or HATTN_ALIBI_PER_BATCH.
+/// Which biases scores have (ALiBi): HATTN_ALIBI_NONE, HATTN_ALIBI_PER_HEAD or HATTN_ALIBI_PER_BATCH.
 /// The score of query i and key j, which is softmax_scale * q k or capped, loses slope * |i + offset - j|, before the mask.
 /// offset is seqlen_kv - seqlen_q, of each sequence its own where lengths may differ. It is 0 if a mask is top-left.
 pub type hattn_alibi = i32;
@@ -138,10 +137,8 @@ pub struct CUstream_st {
 /// A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 ///
 /// Shapes:
-/// - Q: [batch, seqlen_q, heads_q, head_dim_qk]
-/// - K: [batch, seqlen_kv, heads_kv, head_dim_qk]
-/// - V: [batch, seqlen_kv, heads_kv, head_dim_vo]
-/// - O: [batch, seqlen_q, heads_q, head_dim_vo]
+/// - Q: [batch, seqlen_q, heads_q, head_dim_qk]. O: [batch, seqlen_q, heads_q, head_dim_vo]
+/// - K: [batch, seqlen_kv, heads_kv, head_dim_qk]. V: [batch, seqlen_kv, heads_kv, head_dim_vo]
 ///
 /// Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
 /// The CPU takes any head dims. On a GPU they are multiples of 8 (16 for HATTN_E4M3), up to those of the compiled kernels.
@@ -190,10 +187,9 @@ pub struct hattn_forward_problem {
     pub scaling: hattn_scaling,
     /// 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
     pub amax: i32,
-    /// 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32, as the CPU does.
-    /// Must be 0 unless the operands are HATTN_E4M3. The sums fit f16 where no stored element of Q or K is larger in
-    /// magnitude than 14, and hattn_quantize_run then stores no larger ones. Results are right for any elements: if one is
-    /// larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
+    /// 1: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32, as the CPU does. Must be 0 unless operands are HATTN_E4M3.
+    /// Sums fit f16 where no stored element of Q or K is larger in magnitude than 14, and hattn_quantize_run then stores no larger
+    /// ones. If one is larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
     pub half_scores: i32,
     /// Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL. 0 or more and below
     /// the GPU's number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
@@ -236,6 +232,11 @@ pub struct hattn_forward_problem {
     pub bias: hattn_dtype,
     /// Which dimensions the bias has beside the keys. 0 without a bias.
     pub bias_dims: hattn_bias_dims,
+    /// Probability, 0 to below 1, with which dropout makes a weight 0, rounded to a multiple of 1/32768. 0: no dropout.
+    /// Other weights are multiplied by 1 / (1 - probability). The log-sum-exp is as without. On the CPU only. Not for HATTN_E4M3.
+    pub dropout: f32,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
 impl hattn_forward_problem {
@@ -301,6 +302,9 @@ pub struct hattn_backward_problem {
     pub block_mask_most_partial: i32,
     pub bias: hattn_dtype,
     pub bias_dims: hattn_bias_dims,
+    pub dropout: f32,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -331,7 +335,6 @@ pub struct hattn_quantize_problem {
 }
 
 /// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
-///
 /// The offset of an element from data, in elements, is the sum of index times stride over all dimensions. Their order is:
 /// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 /// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
@@ -428,6 +431,9 @@ pub struct hattn_forward_args {
     pub full_block_idx: *const hattn_tensor,
     /// The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says. Given exactly if the problem's bias is not 0.
     pub bias: *const hattn_tensor,
+    /// Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
+    /// problem's dropout is not 0. A backward pass reads those of the forward pass.
+    pub dropout_state: *const hattn_tensor,
 }
 
 impl hattn_forward_args {
@@ -457,6 +463,7 @@ impl hattn_forward_args {
             (Slot::FullBlockCnt, self.full_block_cnt),
             (Slot::FullBlockIdx, self.full_block_idx),
             (Slot::Bias, self.bias),
+            (Slot::DropoutState, self.dropout_state),
         ]
     }
 }
@@ -507,6 +514,7 @@ pub struct hattn_backward_args {
     /// The additive bias, as in hattn_forward_args, and its gradient, overwritten: given exactly if the problem's d_bias is 1.
     pub bias: *const hattn_tensor,
     pub dbias: *const hattn_tensor,
+    pub dropout_state: *const hattn_tensor,
 }
 
 impl hattn_backward_args {
@@ -537,6 +545,7 @@ impl hattn_backward_args {
             (Slot::FullBlockIdx, self.full_block_idx),
             (Slot::Bias, self.bias),
             (Slot::DBias, self.dbias),
+            (Slot::DropoutState, self.dropout_state),
         ]
     }
 }
@@ -684,7 +693,7 @@ const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 192 bytes {
+    hattn_forward_problem: 104 to 200 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
@@ -692,16 +701,16 @@ layouts! {
         sm_margin 120, fill_gaps 124,
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
         sinks 160, softcap 164, alibi 168, max_logits 172,
-        block_mask 176, block_mask_most_partial 180, bias 184, bias_dims 188,
+        block_mask 176, block_mask_most_partial 180, bias 184, bias_dims 188, dropout 192, reserved 196,
     }
-    hattn_backward_problem: 104 to 184 bytes {
+    hattn_backward_problem: 104 to 192 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
         arch 104, sm_margin 108,
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
         fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, d_bias 164,
-        block_mask 168, block_mask_most_partial 172, bias 176, bias_dims 180,
+        block_mask 168, block_mask_most_partial 172, bias 176, bias_dims 180, dropout 184, reserved 188,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,
@@ -709,21 +718,21 @@ layouts! {
     hattn_tensor: 96 to 96 bytes {
         struct_size 0, abi_version 4, data 8, dtype 16, device 20, ndim 24, reserved 28, shape 32, stride 64,
     }
-    hattn_forward_args: 64 to 208 bytes {
+    hattn_forward_args: 64 to 216 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136,
         alibi_slopes 144, max_logits 152,
         mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
-        bias 200,
+        bias 200, dropout_state 208,
     }
-    hattn_backward_args: 104 to 216 bytes {
+    hattn_backward_args: 104 to 224 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136, d_sinks 144,
         alibi_slopes 152,
         mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
-        bias 200, dbias 208,
+        bias 200, dbias 208, dropout_state 216,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,

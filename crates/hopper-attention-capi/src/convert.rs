@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use arrayvec::ArrayVec;
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, Dims, Error, ForwardProblem, Layout, Mask,
-    Operand, Operands, Quantizer, Scaling, Slot,
+    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Corner, DType, Dims, Dropout, Error, ForwardProblem, Layout,
+    Mask, Operand, Operands, Quantizer, Scaling, Slot,
 };
 
 use crate::abi::*;
@@ -76,6 +76,10 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
         }
     };
     problem = problem.block_mask(block_mask(given)?).bias(bias(given)?);
+    // -0 is 0 too.
+    if given.dropout != 0.0 {
+        problem = problem.dropout(Some(Dropout::new(given.dropout)?));
+    }
     if given.output != 0 {
         let refuse = || match dtype {
             DType::E4M3 => {
@@ -139,6 +143,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         block_mask_most_partial: given.block_mask_most_partial,
         bias: given.bias,
         bias_dims: given.bias_dims,
+        dropout: given.dropout,
         ..Default::default()
     };
     let forward = problem(&forward, WIDE)?;

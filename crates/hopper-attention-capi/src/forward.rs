@@ -18,10 +18,8 @@ pass! {
     hattn_forward_args by convert::forward_arguments,
     ForwardPlan of problem;
 
-    /// How one forward problem is computed on one device: which kernel, with which tiles, in which order.
-    ///
+    /// How one forward problem is computed on one device: which kernel, which tiles, in which order. It holds no device memory.
     /// A plan is made once and run as often as wanted. Many threads may run it at once, on any streams of the device.
-    /// It holds no device memory.
     struct hattn_forward_plan;
 
     /// Whether hattn_forward_plan_create would find a kernel for the problem on the device. Creates no context and loads

@@ -130,6 +130,7 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
         None => fuzz,
     };
     fuzz = args.alibi.into_iter().fold(fuzz, Fuzz::alibi);
+    fuzz = args.dropout.into_iter().fold(fuzz, |fuzz, dropout| fuzz.dropout(dropout.probability()));
     fuzz = args.block_mask.into_iter().fold(fuzz, Fuzz::blocks);
     fuzz = args.bias.into_iter().fold(fuzz, Fuzz::bias);
     if args.max_logits {

@@ -6,14 +6,14 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
-use hopper_attention::{DType, Tuning};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use hopper_attention::{DType, Dropout, Tuning};
 use hopper_attention_benches::memory;
 use hopper_attention_benches::text::{self, excerpt};
 use safetensors::Dtype as FileDtype;
 use safetensors::tensor::Metadata;
 
-use crate::args::FileLayout;
+use crate::args::{FileLayout, parse_dropout};
 use crate::values::Values;
 
 /// The largest header that the format allows, in bytes.
@@ -85,6 +85,16 @@ impl TensorFile {
                 excerpt(text, LONGEST)
             ),
         }
+    }
+
+    /// The probability of dropout under `dropout` in the file's metadata, if it has one.
+    pub fn dropout(&self) -> Result<Option<Dropout>> {
+        let Some(text) = self.header.metadata().as_ref().and_then(|metadata| metadata.get("dropout")) else {
+            return Ok(None);
+        };
+        parse_dropout(text)
+            .map(Some)
+            .map_err(|why| anyhow!("input {}: metadata {}", self.path.display(), excerpt(&why, LONGEST)))
     }
 
     /// Whether there is a tensor of this name.

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use hopper_attention::reference::tolerance::Figures;
 use hopper_attention::reference::{
-    BackwardExpected, BackwardPlain, Expected, Modifiers, Tensor, forward_with as oracle,
+    BackwardExpected, BackwardPlain, DropoutMask, Expected, Modifiers, Tensor, forward_with as oracle,
 };
 use hopper_attention::{BackwardProblem, ForwardProblem, Layout, SequenceRows, Slot};
 
@@ -12,7 +12,7 @@ use crate::blocks::lists;
 use crate::layout::strided;
 use crate::operands::QUANTISED;
 use crate::report;
-use crate::values::{Tensors, Values, lengths, tensor};
+use crate::values::{Tensors, Values, dropout_state, lengths, tensor};
 
 /// How far the result is from the f64 oracle.
 pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) -> Result<Vec<(&'static str, Figures)>> {
@@ -21,7 +21,7 @@ pub fn judge(problem: &ForwardProblem, layout: FileLayout, tensors: &Tensors) ->
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let lse = tensor(tensors, Slot::Lse)?.wide()?;
         let read = Read::of(tensors)?;
-        let modifiers = read.modifiers(tensors);
+        let modifiers = read.modifiers(problem, tensors);
         let expected = Expected::with(problem, &lengths(tensors), [&q, &k, &v], modifiers, 1.0, Some(told))?;
         anyhow::Ok(match list(tensors, Slot::MaxLogits)? {
             Some(max_logits) => expected.check_with(&o, Some(&lse), &max_logits)?,
@@ -39,7 +39,7 @@ pub fn tell_accuracy(problem: &ForwardProblem, layout: FileLayout, tensors: &Ten
         let values = |i: usize, shape| wide(tensors, QUANTISED[i].values, layout, shape);
         let (q, k, v) = (values(0, problem.q_shape())?, values(1, problem.k_shape())?, values(2, problem.v_shape())?);
         let read = Read::of(tensors)?;
-        let modifiers = read.modifiers(tensors);
+        let modifiers = read.modifiers(problem, tensors);
         let exact = oracle(problem, &lengths(tensors), [&q, &k, &v], modifiers)?.o;
         let o = wide(tensors, Slot::O, layout, problem.o_shape())?;
         let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
@@ -64,7 +64,7 @@ pub fn judge_gradients(
         let inputs = [&q, &k, &v, &d_o];
         let lengths = lengths(tensors);
         let read = Read::of(tensors)?;
-        let modifiers = read.modifiers(tensors);
+        let modifiers = read.modifiers(problem.forward(), tensors);
         let expected = BackwardExpected::with(problem, &lengths, inputs, d_lse.as_deref(), modifiers, Some(told))?;
         let d_q = wide(tensors, Slot::DQ, layout, problem.d_q_shape())?;
         let d_k = wide(tensors, Slot::DK, layout, problem.d_k_shape())?;
@@ -91,10 +91,11 @@ impl Read {
         Ok(Self { sinks: sinks?, slopes: slopes?, bias: bias? })
     }
 
-    fn modifiers<'a>(&'a self, tensors: &'a Tensors) -> Modifiers<'a> {
+    fn modifiers<'a>(&'a self, problem: &ForwardProblem, tensors: &'a Tensors) -> Modifiers<'a> {
         let Self { sinks, slopes, bias } = self;
         let (sinks, alibi_slopes, bias) = (sinks.as_deref(), slopes.as_deref(), bias.as_deref());
-        Modifiers { sinks, alibi_slopes, bias, blocks: lists(tensors) }
+        let dropout = DropoutMask::of(problem, dropout_state(tensors));
+        Modifiers { sinks, alibi_slopes, bias, blocks: lists(tensors), dropout }
     }
 }
 

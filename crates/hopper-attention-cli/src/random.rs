@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
-use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask, Operand, Slot};
+use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask, Operand, Slot, dropout_state};
 use hopper_attention_verify::alibi::standard;
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
 use hopper_attention_verify::packing::{Kind, Packing};
@@ -19,8 +19,9 @@ use crate::output::{AtomicFile, NamedTensor, write_safetensors};
 use crate::report;
 use crate::values::Values;
 
-/// Writes q, k and v, and d_o, d_lse, sinks, ALiBi slopes, a bias and lists of blocks where they are wanted. Each element but those of
-/// slopes, the bias and lists is from the normal distribution with mean 0 and deviation 1. A class of inputs changes q and k.
+/// Writes q, k and v, and d_o, d_lse, sinks, ALiBi slopes, a bias, lists of blocks and the state of dropout where they are wanted.
+/// Each element but those of slopes, the bias, lists and the state is from the normal distribution with mean 0 and deviation 1. A
+/// class of inputs changes q and k.
 pub fn random(args: &RandomArgs) -> Result<()> {
     let packed = args.packed || args.layout == FileLayout::Thd;
     let layout = if packed { FileLayout::Thd } else { args.layout };
@@ -33,7 +34,7 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let options = if args.sinks { options.sinks(DType::F32) } else { options };
     let lists = args.block_mask.as_ref().map(|kind| Lists::new(kind, dims, args.seed)).transpose()?.flatten();
     let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(Lists::form));
-    let options = options.bias(args.bias.option());
+    let options = options.bias(args.bias.option()).dropout(args.dropout);
     let biases = args.bias.image(dims, Mask::Full, args.seed).map(|biases| biases.values());
     let problem = options.build()?;
     let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
@@ -50,6 +51,10 @@ pub fn random(args: &RandomArgs) -> Result<()> {
                 (&mut values, lengths.lists().find(|(slot, _)| *slot == operand.slot()))
             {
                 numbers.copy_from_slice(list);
+                return Ok(values);
+            }
+            if let (Values::I32(numbers), Slot::DropoutState) = (&mut values, operand.slot()) {
+                numbers.copy_from_slice(&dropout_state(args.seed, 0));
                 return Ok(values);
             }
             if let (Values::I32(numbers), Some(lists)) = (&mut values, &lists) {
@@ -74,13 +79,14 @@ pub fn random(args: &RandomArgs) -> Result<()> {
         inputs.iter().map(draw).collect::<Result<Vec<_>>>()
     })?;
     let layout_name = layout.name();
-    let metadata: BTreeMap<String, String> = [
+    let mut metadata: BTreeMap<String, String> = [
         ("layout", layout_name.to_string()),
         ("source", source(args)),
         ("made_by", concat!("hattn ", env!("CARGO_PKG_VERSION")).to_string()),
     ]
     .map(|(key, value)| (key.to_string(), value))
     .into();
+    metadata.extend(args.dropout.map(|dropout| ("dropout".to_string(), dropout.probability().to_string())));
     let shape = |operand| shape_in_file(layout, operand);
     let named = inputs.iter().zip(&drawn).map(|(operand, values)| NamedTensor {
         name: operand.slot().name(),

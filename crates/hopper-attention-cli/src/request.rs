@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::{
     Access, AlibiSlopes, BackwardPlan, BackwardProblem, Bias, DType, Device, Dims, ForwardPlan, ForwardProblem,
-    Operand, Presence, QuantizePlan, Quantizer, Slot, Tuning,
+    Operand, Presence, QuantizePlan, Quantizer, Slot, Tuning, dropout_state,
 };
 
 use hopper_attention_verify::alibi::standard;
@@ -36,6 +36,8 @@ pub struct Request {
     pub quantizer: Option<Quantizer>,
     /// Whether the ALiBi slopes are those of models, and not in the file.
     standard_slopes: bool,
+    /// Whether the seed and the offset of dropout are 0, and not in the file.
+    no_seed: bool,
 }
 
 impl Request {
@@ -132,8 +134,15 @@ impl Request {
         if input.has(Slot::Sinks.name()) {
             options = options.sinks(input.tensor(Slot::Sinks.name())?.0);
         }
+        let state = Slot::DropoutState.name();
+        let dropout = args.dropout.map_or_else(|| input.dropout(), |dropout| Ok(Some(dropout)))?;
+        if dropout.is_none() && input.has(state) {
+            bail!("input {name}: a tensor `{state}`, and no probability; allowed: --dropout, or metadata `dropout`");
+        }
+        let dropout = dropout.filter(|dropout| dropout.dropped() > 0);
+        let no_seed = dropout.is_some() && !input.has(state);
+        options = options.dropout(dropout).bias(bias(&input).with_context(|| format!("input {name}"))?);
         options = options.block_mask(blocks::form(&input).with_context(|| format!("input {name}"))?);
-        options = options.bias(bias(&input).with_context(|| format!("input {name}"))?);
         let problem = options.build().with_context(|| format!("input {name}"))?;
         let problem = with_optional_inputs(problem, &input);
         // A file has no memory that is not written.
@@ -150,7 +159,7 @@ impl Request {
         let (quantizer, backward) = (quantizer.transpose()?, backward.transpose()?);
         let standard_slopes = args.alibi;
         let mut request =
-            Self { input, file_dtype, layout, layout_source, problem, backward, quantizer, standard_slopes };
+            Self { input, file_dtype, layout, layout_source, problem, backward, quantizer, standard_slopes, no_seed };
         for operand in request.inputs().into_iter().filter(|operand| !request.makes(operand.slot())) {
             let (dtype, axes) = match is_in_files_order(&operand) {
                 true => (file_dtype, axes(layout)),
@@ -159,7 +168,9 @@ impl Request {
             request.input.check(operand.slot().name(), dtype, &shape_in_file(layout, &operand), axes)?;
         }
         let mut lists = Tensors::new();
-        let of_lengths = |operand: &&Operand| operand.dtype() == DType::I32 && !blocks::is_list(operand.slot());
+        let of_lengths = |operand: &&Operand| {
+            operand.dtype() == DType::I32 && !blocks::is_list(operand.slot()) && operand.slot() != Slot::DropoutState
+        };
         for slot in request.inputs().iter().filter(of_lengths).map(Operand::slot) {
             lists.insert(slot, request.input.read(slot.name(), DType::I32)?);
         }
@@ -175,7 +186,7 @@ impl Request {
 
     /// Whether an input is not in the file.
     fn makes(&self, slot: Slot) -> bool {
-        self.standard_slopes && slot == Slot::AlibiSlopes
+        (self.standard_slopes && slot == Slot::AlibiSlopes) || (self.no_seed && slot == Slot::DropoutState)
     }
 
     /// Reads the tensors, in the type that is computed in or quantised from.
@@ -184,6 +195,9 @@ impl Request {
         let dtype = |operand: &Operand| if operand.dtype() == DType::E4M3 { source } else { operand.dtype() };
         let inputs = self.inputs();
         let one = |input: &Operand| {
+            if self.makes(input.slot()) && input.slot() == Slot::DropoutState {
+                return Ok((input.slot(), Values::I32(dropout_state(0, 0).to_vec())));
+            }
             if self.makes(input.slot()) {
                 let slopes = standard(self.problem.dims().heads_q).map(|slope| slope as f32);
                 return Ok((input.slot(), Values::F32(slopes.collect())));
@@ -221,7 +235,8 @@ fn with_optional_inputs(mut problem: ForwardProblem, input: &TensorFile) -> Forw
     for operand in &problem.operands() {
         let name = operand.slot().name();
         // The layout says whether tensors are packed.
-        let is_offsets = matches!(operand.slot(), Slot::CuSeqlensQ | Slot::CuSeqlensKv);
+        // Without dropout nobody reads its state.
+        let is_offsets = matches!(operand.slot(), Slot::CuSeqlensQ | Slot::CuSeqlensKv | Slot::DropoutState);
         if operand.access() == Access::Read && !is_offsets && operand.presence() == Presence::Refused && input.has(name)
         {
             match problem.to_builder().operand(operand.slot(), true).build() {

@@ -29,6 +29,14 @@ pub fn lengths(tensors: &Tensors) -> Lengths<'_> {
     }
 }
 
+/// The words of the seed and the offset of dropout, where there is any.
+pub fn dropout_state(tensors: &Tensors) -> Option<[i32; 4]> {
+    match tensors.get(&Slot::DropoutState) {
+        Some(Values::I32(words)) => words[..].try_into().ok(),
+        _ => None,
+    }
+}
+
 /// The elements of a tensor.
 pub enum Values {
     Bf16(Vec<bf16>),

@@ -332,6 +332,58 @@ fn a_bias_by_hand() {
     }
 }
 
+/// Equal scores and a value of ones: O is the share of the keys that are kept, times the factor.
+#[test]
+fn dropout_by_hand() {
+    use hopper_attention::reference::DropoutMask;
+    use hopper_attention::{Dropout, dropout_state};
+
+    let folder = Folder::new();
+    let words = |state: [i32; 4]| state.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+    let of = |name: &str, state: Option<[i32; 4]>| {
+        let mut tensors = vec![
+            ("q", Dtype::F32, &[1, 3, 1, 1][..], bytes(&[0.0; 3])),
+            ("k", Dtype::F32, &[1, 100, 1, 1][..], bytes(&[1.0; 100])),
+            ("v", Dtype::F32, &[1, 100, 1, 1][..], bytes(&[1.0; 100])),
+            ("d_o", Dtype::F32, &[1, 3, 1, 1][..], bytes(&[1.0; 3])),
+        ];
+        tensors.extend(state.map(|state| ("dropout_state", Dtype::I32, &[4][..], words(state))));
+        folder.typed(name, Some("bshd"), &tensors)
+    };
+    let output = folder.path("o.safetensors");
+    let own = dropout_state(0x1234_5678_9abc, 3 << 33);
+    for (name, state) in [("own.safetensors", Some(own)), ("none.safetensors", None)] {
+        let input = of(name, state);
+        hattn_on("run --device cpu --dropout 0.3", &input, Some(&output)).fine();
+        let written = Written::read(&output);
+        let dropout = Dropout::new(0.3).unwrap();
+        let mask = DropoutMask::new(dropout, 1, state.unwrap_or_default());
+        for query in 0..3 {
+            let kept = (0..100).filter(|&key| mask.keeps(0, 0, query, key)).count() as f32;
+            let want = kept / 100.0 * dropout.factor() as f32;
+            assert!((written.o[query] - want).abs() < 1e-5, "{query}: {}, {want}", written.o[query]);
+        }
+        assert!(written.lse.iter().all(|lse| (lse - 100_f32.ln()).abs() < 1e-5));
+        let checked = hattn_on("check --backward --device cpu --dropout 0.3", &input, None).fine();
+        assert!(checked.contains("dropout 0.2999") && checked.contains("passed"), "{checked}");
+    }
+    // A state alone does not say how many are dropped. 0 drops none, and says so.
+    let input = of("own.safetensors", Some(own));
+    let alone = "a tensor `dropout_state`, and no probability; allowed: --dropout, or metadata `dropout`";
+    hattn_on("run --device cpu", &input, Some(&output)).refused(&[alone]);
+    let checked = hattn_on("check --device cpu --dropout 0", &input, None).fine();
+    assert!(!checked.contains("dropout"), "{checked}");
+    // `hattn random` states the probability.
+    let random = folder.random(
+        "random.safetensors",
+        "--batch 2 --heads-q 4 --seqlen-q 40 --head-dim 8 --dtype f32 --dropout 0.25 --backward --seed 7",
+    );
+    let checked = hattn_on("check --backward --device cpu --mask causal", &random, None).fine();
+    assert!(checked.contains("causal dropout 0.25") && checked.contains("passed"), "{checked}");
+    let checked = hattn_on("check --device cpu --dropout 0.5", &random, None).fine();
+    assert!(checked.contains("full dropout 0.5"), "{checked}");
+}
+
 /// Queries of 130, keys of 200. The first block of queries has the second block of keys, the second a bit of the first.
 #[test]
 fn lists_of_blocks_by_hand() {

@@ -159,6 +159,12 @@ fn a_scale_that_is_no_scale() {
         let options = format!("--{} --fp8 --dtype bf16", what.replace('_', "-"));
         refused(&folder, &options, &input, &[&format!("unsupported: {what} with e4m3 operands")]);
     }
+    for p in ["1", "-0.5", "nan", "0.99999", "x"] {
+        let ran = hattn_on(&format!("check --device cpu --dropout {p}"), &input, None);
+        assert!(ran.code == Some(2) && ran.stderr.contains("0 to below 1") || p == "0.99999", "{ran:?}");
+        assert!(ran.stderr.contains("dropout"), "{ran:?}");
+    }
+    refused(&folder, "--dropout 0.5 --fp8 --dtype bf16", &input, &["unsupported: dropout with e4m3 operands"]);
     refused(&folder, "--softcap 50 --fp8 --dtype bf16", &input, &["unsupported: softcap 50 with e4m3 operands"]);
 }
 

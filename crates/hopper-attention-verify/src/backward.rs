@@ -1,7 +1,7 @@
 //! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
 
 use hopper_attention::reference::{
-    BackwardExpected, BackwardPlain, BackwardReport, Modifiers, Tensor, forward_plain_with,
+    BackwardExpected, BackwardPlain, BackwardReport, DropoutMask, Modifiers, Tensor, forward_plain_with,
 };
 use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
@@ -10,6 +10,7 @@ use crate::bias::BiasImage;
 use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
+use crate::dropout;
 use crate::packing::{read, read_numbers, write};
 use crate::ready::{Ready, Verdict};
 use crate::sinks::SinksImage;
@@ -45,6 +46,8 @@ pub struct Prepared<T> {
     pub bias: Option<BiasImage>,
     /// The lists of blocks, where the case has any.
     pub blocks: Option<BlocksImage>,
+    /// The words of the seed and the offset of dropout, where the case has any.
+    pub dropout_state: Option<[i32; 4]>,
     /// What must come out.
     pub expected: BackwardExpected,
 }
@@ -90,11 +93,13 @@ impl<T: Poison> Prepared<T> {
         let slopes = alibi.as_ref().map(AlibiImage::values);
         let bias = case.biases();
         let biases = bias.as_ref().map(BiasImage::values);
+        let dropout_state = case.dropout_state();
         let modifiers = Modifiers {
             sinks: sink_values.as_deref(),
             alibi_slopes: slopes.as_deref(),
             bias: biases.as_deref(),
             blocks: blocks.as_ref().map(BlocksImage::borrowed),
+            dropout: DropoutMask::of(&forward, dropout_state),
         };
         let belonging = case.packing.belonging(&forward);
         let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
@@ -141,7 +146,23 @@ impl<T: Poison> Prepared<T> {
         let mut o = Image::of(&o, case.placement.layout(forward.o_shape(), false)).of_sequences(rows(0), 1);
         case.values.fill(&mut o);
         let lse = Image::holding(&plain.lse, numbers).of_sequences(rows(0), 2);
-        Self { case: case.clone(), o, lse, expected, problem, q, k, v, d_o, d_lse, sinks, alibi, bias, blocks }
+        Self {
+            case: case.clone(),
+            o,
+            lse,
+            expected,
+            problem,
+            q,
+            k,
+            v,
+            d_o,
+            d_lse,
+            sinks,
+            alibi,
+            bias,
+            blocks,
+            dropout_state,
+        }
     }
 
     /// Outputs that were not written yet.
@@ -178,6 +199,9 @@ impl<T: Poison> Prepared<T> {
         }
         if let Some(blocks) = &self.blocks {
             args = blocks.add_to(args);
+        }
+        if let Some(state) = &self.dropout_state {
+            args = dropout::add_to(state, args);
         }
         for (slot, image, packed) in [
             (Slot::Q, &self.q, q),
@@ -254,6 +278,9 @@ impl<T: Poison> Prepared<T> {
         }
         if before.blocks != self.blocks {
             return Err("the lists of blocks were changed".into());
+        }
+        if before.dropout_state != self.dropout_state {
+            return Err("the state of dropout was changed".into());
         }
         match (&before.d_lse, &self.d_lse) {
             (Some(then), Some(now)) => then.check_unchanged(now.data()),

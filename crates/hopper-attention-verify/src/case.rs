@@ -8,6 +8,7 @@ use crate::alibi::Alibi;
 use crate::bias::{Bias, BiasImage};
 use crate::blocks::{Blocks, BlocksImage};
 use crate::data::Values;
+use crate::dropout;
 use crate::layouts::Placement;
 use crate::packing::Packing;
 use crate::sinks::Sinks;
@@ -45,6 +46,8 @@ pub struct Case {
     pub blocks: Blocks,
     /// The additive bias.
     pub bias: Bias,
+    /// The probability with which dropout makes a weight 0. 0 where there is no dropout.
+    pub dropout: f32,
 }
 
 impl Case {
@@ -66,6 +69,7 @@ impl Case {
             max_logits: false,
             blocks: Blocks::None,
             bias: Bias::NONE,
+            dropout: 0.0,
         }
     }
 
@@ -123,6 +127,18 @@ impl Case {
         self.bias.image(self.dims, self.mask, self.seed)
     }
 
+    /// The same with dropout.
+    #[must_use]
+    pub fn dropout(mut self, probability: f32) -> Self {
+        self.dropout = probability;
+        self
+    }
+
+    /// The words of the seed and the offset of dropout, where there is any.
+    pub fn dropout_state(&self) -> Option<[i32; 4]> {
+        dropout::state(self.dropout, self.seed)
+    }
+
     /// The lists of blocks, where there are any.
     pub fn block_lists(&self) -> Option<BlocksImage> {
         self.blocks.image(self.dims, self.seed)
@@ -142,6 +158,7 @@ impl Case {
             None => options,
         };
         let options = options.block_mask(self.block_lists().map(|lists| lists.mask)).bias(self.bias.option());
+        let options = options.dropout(dropout::option(self.dropout));
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),
             None => options,
@@ -170,6 +187,7 @@ impl fmt::Display for Case {
             max_logits,
             blocks,
             bias,
+            dropout,
         } = self;
         write!(f, "b{} q{} kv{} h{}/{} ", d.batch, d.seqlen_q, d.seqlen_kv, d.heads_q, d.heads_kv)?;
         write!(f, "d{}/{} {mask} {placement:?} {values:?} seed {seed}", d.head_dim_qk, d.head_dim_vo)?;
@@ -194,6 +212,9 @@ impl fmt::Display for Case {
         }
         if !bias.is_none() {
             write!(f, " bias {bias}")?;
+        }
+        if *dropout != 0.0 {
+            write!(f, " dropout {dropout}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
         f.write_str(if *lse { "" } else { " without lse" })

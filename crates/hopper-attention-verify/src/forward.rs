@@ -1,6 +1,6 @@
 //! Forward passes of a case: inputs in guarded memory, and outputs judged.
 
-use hopper_attention::reference::{Expected, Modifiers, Report, Tensor, forward_with};
+use hopper_attention::reference::{DropoutMask, Expected, Modifiers, Report, Tensor, forward_with};
 use hopper_attention::{Args, DType, Device, ForwardProblem, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
@@ -8,6 +8,7 @@ use crate::bias::BiasImage;
 use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Garbage, Image, Input, Poison, Values};
+use crate::dropout;
 use crate::packing::{read, write, write_numbers};
 use crate::ready::{Ready, Verdict};
 use crate::sinks::SinksImage;
@@ -33,6 +34,8 @@ pub struct Prepared<T> {
     pub bias: Option<BiasImage>,
     /// The lists of blocks, where the case has any.
     pub blocks: Option<BlocksImage>,
+    /// The words of the seed and the offset of dropout, where the case has any.
+    pub dropout_state: Option<[i32; 4]>,
     /// What must come out.
     pub expected: Expected,
 }
@@ -70,7 +73,7 @@ impl<T: Poison> Prepared<T> {
         let mut v = input(Input::V, problem.v_shape());
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
-        let (blocks, bias) = (case.block_lists(), case.biases());
+        let (blocks, bias, dropout_state) = (case.block_lists(), case.biases(), case.dropout_state());
         let biases = bias.as_ref().map(BiasImage::values);
         let (of_sinks, slopes) = (sinks.as_ref().map(SinksImage::values), alibi.as_ref().map(AlibiImage::values));
         let modifiers = Modifiers {
@@ -78,6 +81,7 @@ impl<T: Poison> Prepared<T> {
             alibi_slopes: slopes.as_deref(),
             bias: biases.as_deref(),
             blocks: blocks.as_ref().map(BlocksImage::borrowed),
+            dropout: DropoutMask::of(&problem, dropout_state),
         };
         let (lengths, inputs) = (case.packing.lengths(), [&q.tensor(), &k.tensor(), &v.tensor()]);
         let mut expected = Expected::with(&problem, &lengths, inputs, modifiers, 1.0, None).expect("matching shapes");
@@ -92,7 +96,7 @@ impl<T: Poison> Prepared<T> {
             let oracle = forward_with(&problem, &lengths, [&q.tensor(), &k.tensor(), &any], modifiers);
             expected.expect_max_logits(oracle.expect("matching shapes").max_logits);
         }
-        Self { case: case.clone(), problem, q, k, v, sinks, alibi, bias, blocks, expected }
+        Self { case: case.clone(), problem, q, k, v, sinks, alibi, bias, blocks, dropout_state, expected }
     }
 
     /// Outputs that were not written yet.
@@ -131,6 +135,9 @@ impl<T: Poison> Prepared<T> {
         }
         if let Some(blocks) = &self.blocks {
             args = blocks.add_to(args);
+        }
+        if let Some(state) = &self.dropout_state {
+            args = dropout::add_to(state, args);
         }
         for (slot, image, packed) in [(Slot::Q, &self.q, q), (Slot::K, &self.k, kv), (Slot::V, &self.v, kv)] {
             args = read(args, slot, image.inner(), image.layout(), packed);
@@ -214,6 +221,9 @@ impl<T: Poison> Ready for Prepared<T> {
         }
         if before.blocks != self.blocks {
             return Err("the lists of blocks were changed".into());
+        }
+        if before.dropout_state != self.dropout_state {
+            return Err("the state of dropout was changed".into());
         }
         outputs.check_written()
     }

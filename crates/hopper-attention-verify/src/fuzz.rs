@@ -178,6 +178,12 @@ impl Fuzz {
         self.with(move |case| *case = biased(case.clone(), bias))
     }
 
+    /// Gives all problems dropout with this probability (0: none) in place of the drawn one. Problems with e4m3 operands have none.
+    #[must_use]
+    pub fn dropout(self, probability: f32) -> Self {
+        self.with(move |case| case.dropout = probability)
+    }
+
     /// Asks all problems for the maximum logits, or none of them. Problems with e4m3 operands have none.
     #[must_use]
     pub fn max_logits(self, wanted: bool) -> Self {
@@ -271,6 +277,18 @@ mod tests {
         }
     }
 
+    #[test]
+    fn dropout_may_be_given() {
+        for (probability, for_gpu) in [(0.0, false), (0.25, false), (0.25, true)] {
+            let mut fuzz = Fuzz::new(5, for_gpu).dropout(probability);
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let has = probability > 0.0 && !matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
+                let got = problem.forward().dropout().map(|dropout| dropout.probability());
+                assert_eq!(got, has.then_some(probability), "{problem}");
+            }
+        }
+    }
+
     /// What a problem computes beside the plain softmax, by name.
     fn modifiers(problem: &Problem) -> Vec<&'static str> {
         let Problem { pass, case, .. } = problem;
@@ -285,6 +303,7 @@ mod tests {
             (forward.wants_max_logits() && *pass == Pass::Forward, "max_logits"),
             (forward.block_mask().is_some(), "blocks"),
             (forward.bias().is_some(), "bias"),
+            (forward.dropout().is_some(), "dropout"),
             (packed, "packed"),
             (used, "used lengths"),
             (forward.mask() == hopper_attention::Mask::Full, "full"),
@@ -307,7 +326,7 @@ mod tests {
         let (masks, passes) = (["full", "causal", "window", "chunked", "prefix"], ["forward", "backward", "fp8"]);
         both(&masks, &masks)
             || both(&passes, &passes)
-            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks", "bias"])
+            || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks", "bias", "dropout"])
             || both(&["backward"], &["max_logits"])
             || both(&["blocks", "bias"], &["packed", "used lengths"])
             || for_gpu && both(&["blocks"], &["softcap", "alibi", "max_logits"])
@@ -326,8 +345,8 @@ mod tests {
                     names[i + 1..].iter().for_each(|b| *pairs.entry((*a, *b)).or_default() += 1);
                 }
             }
-            // Kernels have no bias yet.
-            assert_eq!(seen.len(), if for_gpu { 15 } else { 16 }, "{seen:?}");
+            // Kernels have no bias and no dropout yet.
+            assert_eq!(seen.len(), if for_gpu { 15 } else { 17 }, "{seen:?}");
             let all = seen.iter().flat_map(|a| seen.iter().map(move |b| (*a, *b))).filter(|(a, b)| a < b);
             for (a, b) in all {
                 let drawn = pairs.get(&(a, b)).or(pairs.get(&(b, a))).copied().unwrap_or(0);

@@ -222,6 +222,32 @@ impl AlibiOnDevice {
     }
 }
 
+/// The words of the seed and the offset of dropout in device memory.
+pub struct StateOnDevice(CudaSlice<i32>);
+
+impl StateOnDevice {
+    /// Copies them.
+    pub fn new(stream: &Arc<CudaStream>, state: &[i32; 4]) -> Self {
+        Self(stream.clone_htod(&state[..]).expect("device memory"))
+    }
+
+    /// Adds them to the arguments of a run.
+    pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        let layout = Layout::contiguous([4]).expect("a short list");
+        let tensor = TensorRef::cuda(self.0.slice(..), layout).expect("a fitting layout");
+        args.read(Slot::DropoutState, tensor)
+    }
+
+    /// Whether they are still what they were.
+    ///
+    /// # Errors
+    /// Where they are not.
+    pub fn check(&self, stream: &Arc<CudaStream>, state: &[i32; 4]) -> std::result::Result<(), String> {
+        let same = stream.clone_dtoh(&self.0).expect("a copy") == state;
+        if same { Ok(()) } else { Err("the state of dropout was changed".into()) }
+    }
+}
+
 /// A case's tensors on the GPU, guard bands included.
 pub struct OnDevice<T> {
     /// Offsets and used lengths.
@@ -244,6 +270,8 @@ pub struct OnDevice<T> {
     pub max_logits: Option<CudaSlice<f32>>,
     /// The lists of blocks, where there are any.
     pub blocks: Option<BlocksOnDevice>,
+    /// The words of the seed and the offset of dropout, where there is any.
+    pub dropout_state: Option<StateOnDevice>,
 }
 
 impl<T: Poison> OnDevice<T> {
@@ -262,6 +290,7 @@ impl<T: Poison> OnDevice<T> {
             alibi: prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi)),
             max_logits: outputs.max_logits.map(|logits| stream.clone_htod(logits.data()).expect("device memory")),
             blocks: prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks)),
+            dropout_state: prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state)),
         }
     }
 
@@ -285,6 +314,7 @@ impl<T: Poison> OnDevice<T> {
         self.sinks = prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks));
         self.alibi = prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi));
         self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
+        self.dropout_state = prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state));
     }
 
     /// The arguments of a run.
@@ -305,6 +335,9 @@ impl<T: Poison> OnDevice<T> {
         }
         if let Some(blocks) = &self.blocks {
             args = blocks.add_to(args);
+        }
+        if let Some(state) = &self.dropout_state {
+            args = state.add_to(args);
         }
         args = given_read(args, Slot::Q, &self.q, prepared.q.layout(), q);
         args = given_read(args, Slot::K, &self.k, prepared.k.layout(), kv);
@@ -373,6 +406,9 @@ impl<T: Poison> OnDevice<T> {
             image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy"))?;
         }
         self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.check(stream))?;
+        if let Some((state, words)) = self.dropout_state.as_ref().zip(prepared.dropout_state.as_ref()) {
+            state.check(stream, words)?;
+        }
         match self.alibi.as_ref().zip(prepared.alibi.as_ref()) {
             Some((slopes, image)) => slopes.check(stream, image),
             None => Ok(()),

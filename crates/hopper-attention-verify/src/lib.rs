@@ -12,6 +12,7 @@ pub mod bias;
 pub mod blocks;
 pub mod case;
 pub mod data;
+pub mod dropout;
 pub mod forward;
 pub mod fp8;
 pub mod fuzz;

@@ -219,6 +219,7 @@ mod launch;
 mod layout;
 mod mask;
 mod operand;
+mod philox;
 mod plan;
 mod problem;
 pub mod raw;
@@ -248,8 +249,8 @@ pub use mask::{Band, Corner, Mask};
 pub use operand::{Access, Operand, Operands, Presence, Slot};
 pub use plan::{BackwardPlan, ForwardPlan, QuantizePlan, Tuning};
 pub use problem::{
-    AlibiSlopes, BackwardProblem, BackwardProblemBuilder, Bias, BlockMask, Dims, ForwardProblem, ForwardProblemBuilder,
-    MASK_BLOCK, MASK_BLOCK_WORDS, Quantizer, QuantizerBuilder,
+    AlibiSlopes, BackwardProblem, BackwardProblemBuilder, Bias, BlockMask, Dims, Dropout, ForwardProblem,
+    ForwardProblemBuilder, MASK_BLOCK, MASK_BLOCK_WORDS, Quantizer, QuantizerBuilder, dropout_state,
 };
 pub use run::{Args, BackwardArgs, Descale, ForwardArgs, QuantizeArgs, SequenceOffsets, UsedLengths};
 pub use scaling::{SCALE_BLOCK, Scaling};

@@ -133,6 +133,8 @@ slots! {
     Bias => "bias", "[batch, heads, seqlen_q, seqlen_kv]";
     /// The gradient of the bias.
     DBias => "dbias", "[batch, heads, seqlen_q, seqlen_kv]";
+    /// The seed and the offset of dropout, as four words: see [`dropout_state`](crate::dropout_state).
+    DropoutState => "dropout_state", "[words of seed and offset]";
     /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
 }
@@ -258,6 +260,11 @@ macro_rules! operand_setters {
             /// It must be given exactly when the problem was made with
             /// [`max_logits(true)`](crate::ForwardProblemBuilder::max_logits).
             max_logits: write TensorMut<f32, 1> as MaxLogits;
+            /// The seed and the offset of dropout, `[4]`: see [`dropout_state`](crate::dropout_state).
+            ///
+            /// They must be given exactly when the problem was made with
+            /// [`dropout`](crate::ForwardProblemBuilder::dropout).
+            dropout_state: read TensorRef<i32, 1> as DropoutState;
         }
     };
     (BackwardArgs, $expand:ident) => {
@@ -271,6 +278,11 @@ macro_rules! operand_setters {
             /// It must be given exactly when the problem was made with
             /// [`d_sinks(true)`](crate::BackwardProblemBuilder::d_sinks).
             d_sinks: write TensorMut<f32, 1> as DSinks;
+            /// The seed and the offset of dropout, `[4]`: those that the forward pass read.
+            ///
+            /// They must be given exactly when the forward problem was made with
+            /// [`dropout`](crate::ForwardProblemBuilder::dropout).
+            dropout_state: read TensorRef<i32, 1> as DropoutState;
         }
     };
     (QuantizeArgs, $expand:ident) => {

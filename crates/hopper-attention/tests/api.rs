@@ -8,8 +8,8 @@ use std::ptr::null_mut;
 
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
-    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, BiasNoise, Expected, MaxLogit, Noise, Oracle, Plain, Report,
-    RowScale, SinkNoise, Tensor, tolerance::Figures,
+    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, BiasNoise, DropoutMask, Expected, MaxLogit, Noise,
+    Oracle, Plain, Report, RowScale, SinkNoise, Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
 use proptest::prelude::*;
@@ -65,6 +65,7 @@ types! { OF_THE_CRATE:
     DeviceFacts is Key;
     DeviceInfo is Data;
     Dims is Key;
+    Dropout is Key;
     E4M3 is Data;
     Error is Data;
     ErrorSource is Data;
@@ -111,6 +112,7 @@ types! { OF_REFERENCE:
     BackwardPlain is Data;
     BackwardReport is Data;
     BiasNoise is Data;
+    DropoutMask is Key;
     Expected is Data;
     Figures is Data;
     MaxLogit is Data;

@@ -333,7 +333,7 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
         write(&mut pass, Slot::Amax, [1, 1, 1, 1]),
         "amax: given; allowed: the operands of this problem: q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, \
          cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks, d_sinks, alibi_slopes, \
-         mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias, dbias"
+         mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias, dbias, dropout_state"
     );
     let half = options(DType::F16, DIMS, Mask::causal()).d_lse(true).build().unwrap();
     assert_eq!(

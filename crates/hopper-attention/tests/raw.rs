@@ -163,7 +163,7 @@ mod forward {
             text,
             "d_q: given; allowed: the operands of this problem: q, k, v, o, lse, descale_q, descale_k, descale_v, scale_o, amax, \
              cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks, alibi_slopes, max_logits, \
-             mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias"
+             mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias, dropout_state"
         );
         for (slot, verb) in [(Slot::Q, "reads"), (Slot::K, "reads"), (Slot::V, "reads"), (Slot::O, "writes")] {
             let args = memory.args().without(slot);
@@ -455,7 +455,7 @@ mod backward {
             text,
             "counts: given; allowed: the operands of this problem: q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, \
              cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks, d_sinks, alibi_slopes, \
-             mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias, dbias"
+             mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias, dbias, dropout_state"
         );
     }
 

@@ -181,7 +181,7 @@ fn what_does_not_fit_the_problem_is_refused_and_nothing_is_written() {
         refusal(&plan, Args::from(memory.args()).read(Slot::DO, wrong([2, 5, 4, 8]))),
         "d_o: given; allowed: the operands of this problem: q, k, v, o, lse, descale_q, descale_k, descale_v, scale_o, amax, \
              cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, sinks, alibi_slopes, max_logits, \
-             mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias"
+             mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx, bias, dropout_state"
     );
 
     let mut halves = Memory::<f16>::new();

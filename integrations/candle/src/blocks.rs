@@ -193,12 +193,17 @@ fn lend<'a, const R: usize>(args: Args<'a>, slot: Slot, shape: [usize; R], numbe
 pub struct Lists<'a> {
     pub packing: Option<&'a Packing>,
     pub blocks: Option<&'a BlockLists>,
+    /// The seed and the offset of dropout, in host memory. Nothing but the CPU has dropout.
+    pub dropout_state: Option<&'a [i32; 4]>,
 }
 
 impl<'a> Lists<'a> {
     /// Adds all of them to the arguments of a run.
     pub fn lend(self, args: Args<'a>) -> Result<Args<'a>> {
-        BlockLists::lend(self.blocks, Packing::lend(self.packing, args)?)
+        let args = BlockLists::lend(self.blocks, Packing::lend(self.packing, args)?)?;
+        let Some(state) = self.dropout_state else { return Ok(args) };
+        let layout = Layout::contiguous([state.len()]).map_err(refusal)?;
+        Ok(args.read(Slot::DropoutState, TensorRef::host(state, layout).map_err(refusal)?))
     }
 }
 

@@ -67,7 +67,7 @@ use candle_core::{Result, Tensor};
 pub use blocks::BlockLists;
 pub use error::{cause, refusal};
 pub use hopper_attention;
-pub use hopper_attention::{Arch, Corner, Mask};
+pub use hopper_attention::{Arch, Corner, Dropout, Mask};
 use offsets::{Lengths, Offsets, Packing, Queries};
 use op::Attention;
 pub use problem::Options;

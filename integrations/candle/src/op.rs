@@ -60,6 +60,11 @@ impl Attention {
         beside(self.sinks.as_ref(), self.slopes.as_ref(), self.blocks.as_ref())
     }
 
+    fn lists(&self) -> Lists<'_> {
+        let (packing, blocks) = (self.packing.as_ref(), self.blocks.as_ref());
+        Lists { packing, blocks, dropout_state: self.options.dropout_state() }
+    }
+
     /// The LSE, after a forward pass that wanted it.
     pub fn into_lse(self) -> Result<Tensor> {
         self.lse.into_inner().ok_or_else(|| missing("lse"))
@@ -122,7 +127,7 @@ impl CustomOp3 for Attention {
         with_memory!(sinks.map(|sinks| &sinks.k), Cpu, held => {
             let (k, of_k) = held.unwrap_or((k, of_k));
             let logits = sinks.map(|sinks| &sinks.logits);
-            let (beside, lists) = (self.beside(), Lists { packing, blocks: self.blocks.as_ref() });
+            let (beside, lists) = (self.beside(), self.lists());
             let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], beside, self.wants_lse, packing)?;
             let qkv = [(q, of_q), (k, of_k), (v, of_v)];
             let (o, lse) = with_memory!(logits, Cpu, logits => {
@@ -149,7 +154,7 @@ impl CustomOp3 for Attention {
         with_memory!(sinks.map(|sinks| &sinks.k), Cuda, held => {
             let (k, of_k) = held.unwrap_or((k, of_k));
             let logits = sinks.map(|sinks| &sinks.logits);
-            let (beside, lists) = (self.beside(), Lists { packing, blocks: self.blocks.as_ref() });
+            let (beside, lists) = (self.beside(), self.lists());
             let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], beside, self.wants_lse, packing)?;
             let qkv = [(q, of_q), (k, of_k), (v, of_v)];
             let (o, lse) = with_memory!(logits, Cuda, logits => {
@@ -181,7 +186,7 @@ impl CustomOp3 for Attention {
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
         let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
         let (options, slopes, rest) = (&self.options, self.slopes.as_ref(), OnceLock::new());
-        let lists = Lists { packing, blocks: self.blocks.as_ref() };
+        let lists = self.lists();
         let gradients = Gradients { options, lists, sinks, slopes, o, lse, d_o: &d_o, rest };
         // As an operation on Q, K and V, which may share their memory: candle then locks it once for all of them.
         let d_q = q.apply_op3_no_bwd(sinks.map_or(k, |sinks| &sinks.k), v, &gradients)?;

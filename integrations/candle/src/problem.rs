@@ -1,7 +1,9 @@
 //! From candle's layouts to problems.
 
 use candle_core::{DType, Layout, Result};
-use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, BlockMask, Dims, Error, ForwardProblem, Mask};
+use hopper_attention::{
+    AlibiSlopes, Arch, BackwardProblem, BlockMask, Dims, Dropout, Error, ForwardProblem, Mask, dropout_state,
+};
 
 use crate::error::refusal;
 use crate::offsets::{Packing, is_packed};
@@ -26,6 +28,8 @@ pub struct Options {
     mask: Mask,
     softmax_scale: Option<f32>,
     softcap: f32,
+    /// With the words of the seed and the offset.
+    dropout: Option<(Dropout, [i32; 4])>,
     deterministic: bool,
     arch: Option<Arch>,
     sm_margin: usize,
@@ -54,6 +58,32 @@ impl Options {
     /// See [`ForwardProblemBuilder::softcap`](hopper_attention::ForwardProblemBuilder::softcap).
     pub fn softcap(self, softcap: f32) -> Self {
         Self { softcap, ..self }
+    }
+
+    /// Dropout of the weights (default: none): random ones become 0, and the others are multiplied by `1 / (1 - p)`. Which ones
+    /// follows from a seed and an offset. So give each call another offset, as a counter does. Gradients have the mask of
+    /// their forward pass. On the CPU only: a GPU refuses it.
+    ///
+    /// See [`ForwardProblemBuilder::dropout`](hopper_attention::ForwardProblemBuilder::dropout).
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use hopper_attention_candle::{Dropout, Options, attention};
+    ///
+    /// # fn main() -> candle_core::Result<()> {
+    /// let qkv = Tensor::randn(0f32, 1.0, (1, 16, 4, 64), &Device::Cpu)?;
+    /// let dropout = Dropout::new(0.1).map_err(candle_core::Error::wrap)?;
+    /// let [first, second] = [0, 1].map(|step| attention(&qkv, &qkv, &qkv, &Options::new().dropout(dropout, 299, step)));
+    /// assert!((first? - second?)?.abs()?.sum_all()?.to_scalar::<f32>()? > 1.0);
+    /// # Ok(()) }
+    /// ```
+    pub fn dropout(self, dropout: Dropout, seed: u64, offset: u64) -> Self {
+        Self { dropout: Some((dropout, dropout_state(seed, offset))), ..self }
+    }
+
+    /// The seed and the offset of dropout, where there is any.
+    pub(crate) fn dropout_state(&self) -> Option<&[i32; 4]> {
+        self.dropout.as_ref().map(|(_, state)| state)
     }
 
     /// Whether gradients on a GPU are the same bits in every run (default: no). It takes a few percent more time.
@@ -124,7 +154,7 @@ impl Options {
         if let Some(slopes) = alibi {
             problem = problem.alibi(slopes);
         }
-        problem = problem.block_mask(blocks);
+        problem = problem.block_mask(blocks).dropout(self.dropout.map(|(dropout, _)| dropout));
         problem = match sinks {
             None => problem,
             Some(DType::F32) => problem.sinks(hopper_attention::DType::F32),

@@ -189,3 +189,46 @@ fn a_gradient_of_a_gradient_is_refused() -> Result<()> {
     assert!(error.to_string().contains("a gradient of a gradient"), "{error}");
     Ok(())
 }
+
+/// Values and gradients with the mask of the definition, by candle's own operations.
+#[test]
+fn dropout_is_that_of_its_definition() -> Result<()> {
+    use hopper_attention_candle::Dropout;
+    use hopper_attention_candle::hopper_attention::{dropout_state, reference::DropoutMask};
+
+    let (batch, seqlen, heads, dim) = (2, 19, 3, 8);
+    let shape = (batch, seqlen, heads, dim);
+    let dropout = Dropout::new(0.3).unwrap();
+    let options = Options::new().dropout(dropout, 77, 5 << 32);
+    let [q, k, v] = [(); 3].map(|()| Var::randn(0f32, 1.0, shape, &Device::Cpu));
+    let (q, k, v) = (q?, k?, v?);
+    let mask = DropoutMask::new(dropout, heads, dropout_state(77, 5 << 32));
+    let mut factors = Vec::new();
+    for i in 0..batch * heads * seqlen * seqlen {
+        let (key, query, head) = (i % seqlen, i / seqlen % seqlen, i / seqlen / seqlen % heads);
+        let kept = mask.keeps(i / seqlen / seqlen / heads, head, query, key);
+        factors.push(if kept { dropout.factor() as f32 } else { 0.0 });
+    }
+    let factors = Tensor::from_vec(factors, (batch, heads, seqlen, seqlen), &Device::Cpu)?;
+    let [of_q, of_k, of_v] = [&q, &k, &v].map(|tensor| tensor.transpose(1, 2).and_then(|tensor| tensor.contiguous()));
+    let scores = (of_q?.matmul(&of_k?.transpose(2, 3)?.contiguous()?)? * (1.0 / (dim as f64).sqrt()))?;
+    let exp = scores.broadcast_sub(&scores.max_keepdim(3)?.detach())?.exp()?;
+    let p = exp.broadcast_div(&exp.sum_keepdim(3)?)?;
+    let want = (p * factors)?.matmul(&of_v?)?.transpose(1, 2)?.contiguous()?;
+    let got = attention(&q, &k, &v, &options)?;
+    let d_o = Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?;
+    let [got_gradients, want_gradients] =
+        [&got, &want].map(|o| (o * &d_o).and_then(|loss| loss.sum_all()).and_then(|loss| loss.backward()));
+    let (got_gradients, want_gradients) = (got_gradients?, want_gradients?);
+    assert!(difference(&got, &want)?.0 < 1e-5);
+    for tensor in [&q, &k, &v] {
+        let [got, want] = [&got_gradients, &want_gradients].map(|all| all.get(tensor).unwrap());
+        assert!(difference(got, want)?.0 < 1e-5);
+    }
+    // Another offset is another mask, and the same one the same.
+    let again = attention(&q, &k, &v, &options)?;
+    assert_eq!(difference(&got, &again)?.0, 0.0);
+    let other = attention(&q, &k, &v, &Options::new().dropout(dropout, 77, 6 << 32))?;
+    assert!(difference(&got, &other)?.0 > 0.1);
+    Ok(())
+}

@@ -40,6 +40,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             alibi_slopes: None,
             bias: None,
             blocks: blocks_memory(stream, prepared.blocks.as_ref(), self.blocks.as_ref()),
+            dropout_state: None,
             workspace: 0,
             workspace_bytes: 0,
         }

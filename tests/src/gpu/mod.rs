@@ -242,6 +242,7 @@ impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
             max_logits: None,
             bias: None,
             blocks: blocks_memory(stream, prepared.blocks.as_ref(), self.blocks.as_ref()),
+            dropout_state: None,
             workspace: 0,
             workspace_bytes: 0,
         }

@@ -82,6 +82,7 @@ fn c_quantises_and_attends_as_rust_does() {
             max_logits: None,
             bias: None,
             blocks: None,
+            dropout_state: None,
             workspace,
             workspace_bytes: bytes,
         };

@@ -27,6 +27,7 @@ static hattn_forward_problem forward_problem(void) {
   forward.softmax_scale = problem.softmax_scale;
   forward.softcap = problem.softcap;
   forward.alibi = problem.alibi;
+  forward.dropout = problem.dropout;
   forward.block_mask = problem.block_mask, forward.block_mask_most_partial = problem.block_mask_most_partial;
   forward.bias = problem.bias, forward.bias_dims = problem.bias_dims;
   return forward;

@@ -409,6 +409,8 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.softcap = -1.0F, HATTN_ERROR_VALUE, "softcap", "-1", "0 (none), or finite and above 0");
   NO_PLAN(problem.softcap = NAN, HATTN_ERROR_VALUE, "softcap", "NaN", "finite and above 0");
   NO_PLAN(problem.alibi = 3, HATTN_ERROR_ARGUMENT, "alibi", "3", "HATTN_ALIBI_PER_BATCH (2)");
+  NO_PLAN(problem.dropout = 1.0F, HATTN_ERROR_VALUE, "dropout", "1", "0 to below 1");
+  NO_PLAN(problem.dropout = NAN, HATTN_ERROR_VALUE, "dropout", "NaN", "0 to below 1");
   NO_PLAN(problem.block_mask = 2, HATTN_ERROR_ARGUMENT, "block_mask", "2", "HATTN_BLOCK_MASK_LISTS (1)");
   NO_PLAN(problem.block_mask = 17, HATTN_ERROR_ARGUMENT, "block_mask", "17", "HATTN_BLOCK_MASK_FULL_BLOCKS (8)");
   NO_PLAN(problem.block_mask = -1, HATTN_ERROR_ARGUMENT, "block_mask", "-1", "HATTN_BLOCK_MASK_LISTS (1)");

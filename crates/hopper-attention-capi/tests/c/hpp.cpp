@@ -159,6 +159,7 @@ constexpr ForwardProblem all_set() {
       .softcap(50.0F)
       .alibi(Alibi::PerBatch)
       .max_logits(true)
+      .dropout(0.25F)
       .block_mask(BlockMask(1).per_batch(true).per_head(true).full_blocks(true).per_batch(false))
       .bias(Bias(DType::F32).per_batch(true).per_head(true).per_query(true).per_head(false))
       .arch(Arch::Sm80)
@@ -175,6 +176,7 @@ void holds_all(const Problem& problem) {
   CHECK(c.bias == HATTN_F32 && c.bias_dims == (HATTN_BIAS_PER_BATCH | HATTN_BIAS_PER_QUERY));
   CHECK(c.block_mask == (HATTN_BLOCK_MASK_LISTS | HATTN_BLOCK_MASK_PER_HEAD | HATTN_BLOCK_MASK_FULL_BLOCKS));
   CHECK(c.head_dim_qk == 6 && c.head_dim_vo == 7 && c.softmax_scale == 0.5F && c.softcap == 50.0F);
+  CHECK(c.dropout == 0.25F);
   CHECK(c.alibi == HATTN_ALIBI_PER_BATCH && c.arch == HATTN_ARCH_SM80);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
   CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED && c.sm_margin == 16);

@@ -4,12 +4,12 @@ mod bench;
 mod words;
 
 pub use bench::{BenchArgs, HarnessArg, PlotArgs, TuneArgs};
-pub use words::{ArchArg, BlockMaskArg, DTypeArg, DeviceArg, FileLayout, ScalingArg};
+pub use words::{ArchArg, BlockMaskArg, DTypeArg, DeviceArg, FileLayout, ScalingArg, parse_dropout};
 
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use hopper_attention::Mask;
+use hopper_attention::{Dropout, Mask};
 use hopper_attention_verify::alibi::Alibi;
 use hopper_attention_verify::bias::Bias;
 use hopper_attention_verify::blocks::Blocks;
@@ -133,6 +133,8 @@ pub struct ComputeArgs {
     ///
     /// Tensors mask_block_cnt, mask_block_idx and mask_bits, and full_block_cnt and full_block_idx for full blocks, all i32, are the
     /// lists of a block-sparse mask, beside --mask. docs/hattn.md has their shapes.
+    ///
+    /// A tensor `dropout_state` (i32 [4]) has the seed and the offset of dropout, low words first: see --dropout.
     #[arg(long, short, value_name = "FILE")]
     pub input: PathBuf,
     /// Also compute the gradients d_q, d_k and d_v
@@ -169,6 +171,13 @@ pub struct ComputeArgs {
     /// Also compute max_logits, f32 [heads_q]: the largest score of each query head, after scale, cap and biases. Not with --fp8
     #[arg(long)]
     pub max_logits: bool,
+    /// Dropout: the probability with which a weight becomes 0, from 0 to below 1. On the CPU only, and not with --fp8
+    /// [default: what the file's metadata says under `dropout`, or 0]
+    ///
+    /// It is rounded to a multiple of 1/32768. The other weights are multiplied by 1 / (1 - P). A file may have the seed and the
+    /// offset, in a tensor dropout_state. Without it both are 0.
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_dropout)]
+    pub dropout: Option<Dropout>,
     /// Order of the dimensions of the file's 4-d tensors [default: what the file's metadata says under `layout`]
     #[arg(long)]
     pub layout: Option<FileLayout>,
@@ -244,6 +253,10 @@ pub struct FuzzArgs {
     /// drawn, on the CPU. GPUs refuse it]
     #[arg(long, value_name = "KIND")]
     pub bias: Option<Bias>,
+    /// The probability of dropout of all problems but those of e4m3 operands; 0: none [default: drawn on the CPU, one problem in
+    /// four has some; none on a GPU]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_dropout)]
+    pub dropout: Option<Dropout>,
     /// Ask all problems but those of e4m3 operands for the maximum logits [default: drawn, one problem in five has them]
     #[arg(long)]
     pub max_logits: bool,
@@ -254,7 +267,7 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "max_logits", "keep_going", "near", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "dropout", "max_logits", "keep_going", "near", "output"])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]
@@ -339,6 +352,9 @@ pub struct RandomArgs {
     /// (the same with -1e30 or -60000) or mask (0 and -inf).
     #[arg(long, value_name = "KIND", default_value_t = Bias::NONE, conflicts_with = "packed")]
     pub bias: Bias,
+    /// Also write dropout_state, i32 [4]: a seed and an offset for dropout with this probability, which the metadata states
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_dropout)]
+    pub dropout: Option<Dropout>,
     /// Class of inputs: normal, peaky, sink, late or nan
     ///
     /// All begin as normal numbers with mean 0 and deviation 1. peaky: q and k times 3. sink: the first key scores 15 for every

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::ValueEnum;
-use hopper_attention::{Arch, Corner, DType, Mask, Scaling};
+use hopper_attention::{Arch, Corner, DType, Dropout, Mask, Scaling};
 use hopper_attention_verify::blocks::Blocks;
 
 /// The order of the dimensions in the file.
@@ -189,6 +189,12 @@ pub fn parse_share(text: &str) -> Result<f64, String> {
 pub fn parse_softcap(text: &str) -> Result<f32, String> {
     let softcap = text.parse().ok().filter(|cap| *cap == 0.0 || (1e-3..=1e6).contains(cap));
     softcap.ok_or_else(|| format!("softcap `{text}`; allowed: 0, or 0.001 to 1000000"))
+}
+
+/// A probability of dropout.
+pub fn parse_dropout(text: &str) -> Result<Dropout, String> {
+    let probability: f32 = text.parse().map_err(|_| format!("dropout `{text}`; allowed: 0 to below 1"))?;
+    Dropout::new(probability).map_err(|error| error.to_string())
 }
 
 fn parse_corner(text: &str) -> Result<Corner, String> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use hopper_attention::cudarc::driver::sys::CUevent_flags;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::{Args, Element, Layout, Operand, Stream, TensorRef};
+use hopper_attention::{Args, Element, Layout, Operand, Slot, Stream, TensorRef};
 
 use super::buffer::{Buffer, Memory};
 use crate::args::FileLayout;
@@ -56,8 +56,9 @@ impl ListOnGpu {
 
 impl Buffer for ListOnGpu {
     fn lend<'a>(&'a mut self, args: Args<'a>, operand: &Operand, layout: FileLayout) -> Result<Args<'a>> {
-        if is_list(operand.slot()) {
-            // Wrong contents of lists of blocks have a rule. No memory outside of the tensors is used.
+        if is_list(operand.slot()) || operand.slot() == Slot::DropoutState {
+            // Wrong contents of lists of blocks have a rule, and dropout takes any numbers. No memory outside of the tensors is
+            // used.
             return Memory::Cuda(&mut self.0).lend(args, operand, layout);
         }
         let layout = Layout::contiguous([operand.shape().iter().product()])?;

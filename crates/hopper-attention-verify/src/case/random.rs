@@ -45,7 +45,7 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 .with_head_dim_vo(if square { head_dim_qk } else { head_dim_vo });
             let packing = Packing::default();
             let (seed, sinks, softcap) = (seed.into(), Sinks::None, 0.0);
-            let (alibi, max_logits, blocks, bias) = (Alibi::None, false, Blocks::None, Bias::NONE);
+            let (alibi, max_logits, blocks, bias, dropout) = (Alibi::None, false, Blocks::None, Bias::NONE, 0.0);
             Case {
                 dims,
                 mask,
@@ -61,6 +61,7 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
                 max_logits,
                 blocks,
                 bias,
+                dropout,
             }
         },
     )
@@ -148,6 +149,14 @@ pub fn capped(case: Case, (softcap, saturated): (f32, bool)) -> Case {
 pub fn biases() -> impl Strategy<Value = (Alibi, bool)> {
     let alibi = prop_oneof![1 => Just(Alibi::None), 3 => proptest::sample::select(Alibi::ALL.to_vec())];
     prop_oneof![3 => Just((Alibi::None, false)), 2 => (alibi, any::<bool>())]
+}
+
+/// The probabilities of dropout that are drawn. Models have 0.1. The last one drops nothing.
+pub const DROPOUTS: [f32; 5] = [0.1, 0.5, 0.9, 0.999, 1e-6];
+
+/// The dropout of a case: none in three of four cases.
+pub fn dropout() -> impl Strategy<Value = f32> {
+    prop_oneof![3 => Just(0.0), 1 => proptest::sample::select(DROPOUTS.to_vec())]
 }
 
 /// A case with packed sequences and used lengths. Its rows stay as many, and are cut into sequences. A side that is not packed

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hopper_attention::{Arch, Corner, DType, Dims, ForwardProblem, Mask, Scaling};
+use hopper_attention::{Arch, Corner, DType, Dims, Dropout, ForwardProblem, Mask, Scaling};
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -151,12 +151,12 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let cases = if for_gpu { random::case_of_kernels(256).boxed() } else { random::case_on_cpu().boxed() };
     let cases = (cases, random::packing(), random::sinks())
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
-    let lists = (random::blocks(), random::bias());
-    let cases = (cases, ((random::softcap(), lists), random::biases()));
+    let of_pairs = (random::blocks(), random::bias(), random::dropout());
+    let cases = (cases, ((random::softcap(), of_pairs), random::biases()));
     (choices, cases, values, fp8, (launch, margin)).prop_map(
         move |(
             (pass, dtype, arch, deterministic),
-            (case, ((softcap, (blocks, bias)), biases)),
+            (case, ((softcap, (blocks, bias, dropout)), biases)),
             values,
             (scaling, half_scores, hadamard),
             last,
@@ -175,9 +175,10 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             if !fp8 && (!for_gpu || kernels_have) {
                 case = random::listed(case, blocks);
             }
-            // Kernels have no additive bias yet.
+            // Kernels have no additive bias and no dropout yet.
             if !fp8 && !for_gpu {
                 case = random::biased(case, bias);
+                case.dropout = dropout;
             }
             case.values = values.unwrap_or(case.values);
             if for_gpu && pass == Pass::Backward {
@@ -257,14 +258,16 @@ struct Record {
     /// Older files have none.
     #[serde(default, skip_serializing_if = "Bias::is_none")]
     bias: Bias,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    dropout: f32,
 }
 
 fn is_false(wanted: &bool) -> bool {
     !wanted
 }
 
-fn is_zero(softcap: &f32) -> bool {
-    *softcap == 0.0
+fn is_zero(number: &f32) -> bool {
+    *number == 0.0
 }
 
 /// The same of a mask. Bounds that are `null` keep all keys.
@@ -318,6 +321,7 @@ impl From<Problem> for Record {
             max_logits: case.max_logits,
             blocks: case.blocks,
             bias: case.bias,
+            dropout: case.dropout,
         }
     }
 }
@@ -334,6 +338,7 @@ impl TryFrom<Record> for Problem {
     type Error = String;
 
     fn try_from(record: Record) -> Result<Self, String> {
+        Dropout::new(record.dropout).map_err(|error| error.to_string())?;
         let corner = |top_left| if top_left { Corner::TopLeft } else { Corner::BottomRight };
         let dims = Dims::new(record.batch, record.seqlen_q, record.heads_q, record.head_dim_qk)
             .with_seqlen_kv(record.seqlen_kv)
@@ -360,6 +365,7 @@ impl TryFrom<Record> for Problem {
             max_logits: record.max_logits,
             blocks: record.blocks,
             bias: record.bias,
+            dropout: record.dropout,
         };
         let problem = Self {
             pass: record.pass,

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{Args, BackwardPlan, Layout, Slot, Stream, Workspace};
 
-use super::{AlibiOnDevice, BlocksOnDevice, Lists, SinksOnDevice, given_read, given_read_numbers, given_write, write};
+use super::{
+    AlibiOnDevice, BlocksOnDevice, Lists, SinksOnDevice, StateOnDevice, given_read, given_read_numbers, given_write,
+    write,
+};
 use crate::backward::{Outputs, Prepared};
 use crate::data::{Image, Poison};
 
@@ -27,6 +30,8 @@ pub struct OnDevice<T> {
     pub alibi: Option<AlibiOnDevice>,
     /// The lists of blocks, where there are any.
     pub blocks: Option<BlocksOnDevice>,
+    /// The words of the seed and the offset of dropout, where there is any.
+    pub dropout_state: Option<StateOnDevice>,
 }
 
 fn inputs<T>(prepared: &Prepared<T>) -> [&Image<T, 4>; 5] {
@@ -49,6 +54,7 @@ impl<T: Poison> OnDevice<T> {
             d_lse: prepared.d_lse.as_ref().map(|d_lse| up(stream, d_lse)),
             outputs: [&d_q, &d_k, &d_v].map(|image| up(stream, image)),
             blocks: prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks)),
+            dropout_state: prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state)),
             sinks: prepared
                 .sinks
                 .as_ref()
@@ -75,6 +81,7 @@ impl<T: Poison> OnDevice<T> {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
         self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
+        self.dropout_state = prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state));
         stream.memcpy_htod(prepared.lse.data(), &mut self.lse).expect("a copy");
         if let (Some(to), Some(from)) = (&mut self.d_lse, &prepared.d_lse) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
@@ -93,6 +100,9 @@ impl<T: Poison> OnDevice<T> {
         }
         if let Some(blocks) = &self.blocks {
             args = blocks.add_to(args);
+        }
+        if let Some(state) = &self.dropout_state {
+            args = state.add_to(args);
         }
         for ((slice, image), slot) in self.inputs.iter().zip(inputs(prepared)).zip(slots) {
             let packed = if matches!(slot, Slot::K | Slot::V) { packed_kv } else { packed_q };
@@ -177,6 +187,9 @@ impl<T: Poison> OnDevice<T> {
             slopes.check(stream, image)?;
         }
         self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.check(stream))?;
+        if let Some((state, words)) = self.dropout_state.as_ref().zip(prepared.dropout_state.as_ref()) {
+            state.check(stream, words)?;
+        }
         match (&self.d_lse, &prepared.d_lse) {
             (Some(slice), Some(image)) => image.check_unchanged(&stream.clone_dtoh(slice).expect("a copy")),
             _ => Ok(()),

@@ -15,12 +15,14 @@ use std::ops::Range;
 use super::additive::{self, Additive, AdditiveMut};
 use super::alibi::{Bias, Slopes};
 use super::block::{self, Block, Keys};
+use super::dropout::Drops;
 use super::listed::{self, ListInputs, Listed};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
 use super::sequences::{Sequence, Sequences};
 use super::sinks::{self, Sinks};
 use super::softcap::capped;
+use super::tile::zero;
 use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, fill_gaps, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
@@ -42,6 +44,8 @@ pub(crate) struct BackwardInputs<'a, T> {
     pub bias: Additive<'a>,
     pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
+    /// The words of the seed and the offset of dropout, as the forward pass read them.
+    pub dropout_state: Option<[i32; 4]>,
 }
 
 /// The tensors that a backward pass writes, in host memory.
@@ -130,6 +134,8 @@ struct Scratch<T> {
     d_o: Vec<f32>,
     rows: Vec<Row>,
     kept: Vec<Range<usize>>,
+    /// Whether dropout drops a pair, `[queries, keys]`.
+    dropped: Vec<bool>,
     /// P, `[queries, keys]`.
     p: Vec<f32>,
     /// dP, then dS, `[queries, keys]`.
@@ -164,6 +170,7 @@ impl<T> Scratch<T> {
             d_o: reserved(queries * head_dim_vo)?,
             rows: reserved(queries)?,
             kept: reserved(queries)?,
+            dropped: reserved(pairs)?,
             p: reserved(pairs)?,
             d_s: reserved(pairs)?,
             token_sums: reserved(tokens * head_dim_qk)?,
@@ -212,7 +219,8 @@ fn of_queries<T: Float>(
 ) {
     let dims = problem.dims();
     let head_kv = task.head / problem.forward().group_size();
-    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, p, d_s, token_sums: d_q, biases, .. } = scratch;
+    let Scratch { of_tokens, delta, q, k, v, o, d_o, rows, kept, dropped, p, d_s, token_sums: d_q, biases, .. } =
+        scratch;
     for (tensor, out) in [(&inputs.q, &mut *q), (&inputs.o, &mut *o), (&inputs.d_o, &mut *d_o)] {
         load(tensor, &task.rows, task.head, task.tokens.clone(), out);
     }
@@ -227,6 +235,7 @@ fn of_queries<T: Float>(
     rows_of(problem, &task.sequence, task.tokens.clone(), lse, delta, rows);
 
     let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, task.head);
+    let drops = Drops::of(problem.forward(), inputs.dropout_state, &task.sequence, task.head);
     d_q.clear();
     d_q.resize(q.len(), 0.0);
     let (start, end) = block::reach(rows.iter().map(|row| row.keys));
@@ -242,8 +251,10 @@ fn of_queries<T: Float>(
         inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), keys.clone(), biases);
         let block =
             Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs).with_bias(biases);
-        let added = Added { alibi: bias.map(|bias| (bias, first)), biases, capped: true };
-        weights(problem, rows, &block, added, [q, k, v, d_o], p, d_s);
+        drop_pairs(drops.as_ref(), task.tokens.clone(), keys, dropped);
+        let factor = Drops::factor(drops.as_ref());
+        let of_pairs = OfPairs { alibi: bias, first_key: first, biases, capped: true, dropped, factor };
+        weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
     round(d_q, problem.softmax_scale(), of_tokens);
@@ -261,7 +272,7 @@ fn of_keys<T: Float>(
 ) {
     let dims = problem.dims();
     let group = problem.forward().group_size();
-    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, p, d_s, biases, .. } = scratch;
+    let Scratch { of_tokens, of_values, q, k, v, d_o, rows, kept, dropped, p, d_s, biases, .. } = scratch;
     let (d_k, d_v) = (&mut scratch.token_sums, &mut scratch.value_sums);
     load(&inputs.k, &task.rows, task.head, task.tokens.clone(), k);
     load(&inputs.v, &task.rows, task.head, task.tokens.clone(), v);
@@ -270,8 +281,11 @@ fn of_keys<T: Float>(
         sums.resize(like.len(), 0.0);
     }
     let of_queries = &task.sequence.q;
+    let mut factor = 1.0;
     for head in task.head * group..(task.head + 1) * group {
         let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, head);
+        let drops = Drops::of(problem.forward(), inputs.dropout_state, &task.sequence, head);
+        factor = Drops::factor(drops.as_ref());
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
             let pairs = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start);
@@ -287,16 +301,35 @@ fn of_keys<T: Float>(
             }
             load(&inputs.q, of_queries, head, queries.clone(), q);
             load(&inputs.d_o, of_queries, head, queries.clone(), d_o);
-            inputs.bias.load([task.rows.batch, head], queries, task.tokens.clone(), biases);
+            inputs.bias.load([task.rows.batch, head], queries.clone(), task.tokens.clone(), biases);
             let block = block.of_pairs(pairs).with_bias(biases);
-            let added = Added { alibi: bias.map(|bias| (bias, task.tokens.start)), biases, capped: true };
-            weights(problem, rows, &block, added, [q, k, v, d_o], p, d_s);
-            block.sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
+            drop_pairs(drops.as_ref(), queries, task.tokens.clone(), dropped);
+            let first_key = task.tokens.start;
+            let of_pairs = OfPairs { alibi: bias, first_key, biases, capped: true, dropped, factor };
+            weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
+            zero(dropped, p);
+            block.without(dropped).sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
             block.sum_over_queries(d_s, q, dims.head_dim_qk, d_k);
         }
     }
     round(d_k, problem.softmax_scale(), of_tokens);
-    round(d_v, 1.0, of_values);
+    round(d_v, factor, of_values);
+}
+
+/// What is done to the pairs of a block.
+struct OfPairs<'a> {
+    /// ALiBi.
+    alibi: Option<Bias>,
+    /// The first key of the block.
+    first_key: usize,
+    /// The additive bias of each pair. Empty where there is none.
+    biases: &'a [f32],
+    /// Whether dS is multiplied by the cap's derivative. Without it dS is the gradient of a bias.
+    capped: bool,
+    /// Whether dropout drops a pair, `[queries, keys]`. Empty where it drops none.
+    dropped: &'a [bool],
+    /// What dropout multiplies the other weights by.
+    factor: f32,
 }
 
 /// Computes dBias of some keys of the bias, into `scratch`: for each query, or the sum over the queries that share it. `shape` is that
@@ -311,7 +344,7 @@ fn of_biases<T: Float>(
     scratch: &mut Scratch<T>,
 ) {
     let (dims, group) = (problem.dims(), problem.forward().group_size());
-    let Scratch { q, k, v, d_o, rows, kept, p, d_s, biases, d_bias, .. } = scratch;
+    let Scratch { q, k, v, d_o, rows, kept, p, d_s, biases, d_bias, dropped, .. } = scratch;
     d_bias.clear();
     d_bias.resize(shape[2] * task.tokens.len(), 0.0);
     let sharing = |size: usize, own: usize, all: usize| if size == 1 { 0..all } else { own..own + 1 };
@@ -323,6 +356,7 @@ fn of_biases<T: Float>(
             load(&inputs.k, &of_keys, head / group, task.tokens.clone(), k);
             load(&inputs.v, &of_keys, head / group, task.tokens.clone(), v);
             let alibi = Bias::of(problem.forward(), &inputs.alibi, &sequence, head);
+            let drops = Drops::of(problem.forward(), inputs.dropout_state, &sequence, head);
             for first in (0..dims.seqlen_q).step_by(blocks.walked) {
                 let queries = first..dims.seqlen_q.min(first + blocks.walked);
                 let pairs = listed::pairs(listed, batch, head, first, task.tokens.start);
@@ -340,8 +374,10 @@ fn of_biases<T: Float>(
                 load(&inputs.d_o, &of_queries, head, queries.clone(), d_o);
                 inputs.bias.load([batch, head], queries.clone(), task.tokens.clone(), biases);
                 let block = block.of_pairs(pairs).with_bias(biases);
-                let added = Added { alibi: alibi.map(|alibi| (alibi, task.tokens.start)), biases, capped: false };
-                weights(problem, rows, &block, added, [q, k, v, d_o], p, d_s);
+                drop_pairs(drops.as_ref(), queries.clone(), task.tokens.clone(), dropped);
+                let factor = Drops::factor(drops.as_ref());
+                let of_pairs = OfPairs { alibi, first_key: task.tokens.start, biases, capped: false, dropped, factor };
+                weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
                 for (query, d_s) in queries.zip(d_s.chunks_exact(task.tokens.len())) {
                     let row = if shape[2] == 1 { 0 } else { query };
                     let sums = &mut d_bias[row * task.tokens.len()..][..task.tokens.len()];
@@ -352,23 +388,22 @@ fn of_biases<T: Float>(
     }
 }
 
-/// What is added to the scores of a block, and which derivative of them is wanted.
-struct Added<'a> {
-    /// ALiBi, with the first key of the block.
-    alibi: Option<(Bias, usize)>,
-    /// The additive bias of each pair. Empty where there is none.
-    biases: &'a [f32],
-    /// Whether dS is multiplied by the cap's derivative. Without it dS is the gradient of a bias.
-    capped: bool,
+/// Fills `dropped` with which pairs of these queries and keys dropout drops, `[queries, keys]`. It is empty where there is no dropout.
+fn drop_pairs(drops: Option<&Drops>, queries: Range<usize>, keys: Range<usize>, dropped: &mut Vec<bool>) {
+    dropped.clear();
+    if let Some(drops) = drops {
+        queries.for_each(|query| drops.row(query, keys.start, keys.len(), dropped));
+    }
 }
 
 /// Computes `P = exp(softmax_scale * Q K^T - LSE)` and `dS = P * (dO V^T - delta)` of a block. Hidden pairs get 0. With a cap the
-/// scores in P are capped, and dS is multiplied by the cap's derivative.
+/// scores in P are capped, and dS is multiplied by the cap's derivative. With dropout `dO V^T` is 0 for dropped pairs, and
+/// multiplied by the factor for others. P is that of all pairs.
 fn weights(
     problem: &BackwardProblem,
     rows: &[Row],
     block: &Block<'_>,
-    added: Added<'_>,
+    of_pairs: OfPairs<'_>,
     [q, k, v, d_o]: [&[f32]; 4],
     p: &mut Vec<f32>,
     d_s: &mut Vec<f32>,
@@ -380,6 +415,10 @@ fn weights(
     {
         out.resize(queries * keys, 0.0);
         matmul(scale, Matrix::new(a, queries, dim), Matrix::new(b, keys, dim).transposed(), 0.0, out);
+    }
+    if !of_pairs.dropped.is_empty() {
+        d_s.iter_mut().for_each(|d_p| *d_p *= of_pairs.factor);
+        zero(of_pairs.dropped, d_s);
     }
     let pairs = p.chunks_exact_mut(keys).zip(d_s.chunks_exact_mut(keys));
     for (((query, row), kept), (p, d_s)) in rows.iter().enumerate().zip(block.kept()).zip(pairs) {
@@ -393,14 +432,14 @@ fn weights(
         if softcap != 0.0 {
             for (p, d_s) in of_p.iter_mut().zip(of_d_s.iter_mut()) {
                 let (score, slope) = capped(softcap, *p);
-                (*p, *d_s) = (score, if added.capped { *d_s * slope } else { *d_s });
+                (*p, *d_s) = (score, if of_pairs.capped { *d_s * slope } else { *d_s });
             }
         }
-        if !added.biases.is_empty() {
-            additive::add(of_p, &added.biases[query * keys..][kept.clone()]);
+        if !of_pairs.biases.is_empty() {
+            additive::add(of_p, &of_pairs.biases[query * keys..][kept.clone()]);
         }
-        if let Some((alibi, first_key)) = added.alibi {
-            alibi.subtract(row.query, first_key + kept.start, of_p);
+        if let Some(alibi) = of_pairs.alibi {
+            alibi.subtract(row.query, of_pairs.first_key + kept.start, of_p);
         }
         for (p, d_s) in of_p.iter_mut().zip(of_d_s) {
             *p = (*p - row.lse).exp();

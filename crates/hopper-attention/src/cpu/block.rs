@@ -9,6 +9,7 @@ use super::matmul::{Matrix, matmul};
 pub(super) type Keys = (usize, usize);
 
 /// Some queries against some neighbouring keys. The weights of the pairs are a matrix `[queries, keys]`, 0 for masked pairs.
+#[derive(Clone, Copy)]
 pub(super) struct Block<'a> {
     /// For each query the keys that it keeps, counted from the first key of the block.
     kept: &'a [Range<usize>],
@@ -18,6 +19,8 @@ pub(super) struct Block<'a> {
     pairs: Pairs<'a>,
     /// The additive bias of each pair, if one of them hides its pair.
     hiding: Option<&'a [f32]>,
+    /// Which pairs dropout drops, `[queries, keys]`. Empty where it drops none.
+    dropped: &'a [bool],
     /// Whether every query keeps every key.
     whole: bool,
 }
@@ -34,7 +37,7 @@ impl<'a> Block<'a> {
         kept.clear();
         kept.extend(queries.map(|own| within(own, first, keys)));
         let whole = kept.iter().all(|kept| *kept == (0..keys));
-        Self { kept, keys, pairs: Pairs::All, hiding: None, whole }
+        Self { kept, keys, pairs: Pairs::All, hiding: None, dropped: &[], whole }
     }
 
     /// The same block, of which lists keep these pairs.
@@ -46,6 +49,11 @@ impl<'a> Block<'a> {
     pub fn with_bias(self, biases: &'a [f32]) -> Self {
         let hides = biases.contains(&f32::NEG_INFINITY);
         Self { hiding: hides.then_some(biases), whole: self.whole && !hides, ..self }
+    }
+
+    /// The same block without the pairs that dropout drops: `[queries, keys]`, or empty where it drops none.
+    pub fn without(self, dropped: &'a [bool]) -> Self {
+        Self { dropped, whole: self.whole && dropped.is_empty(), ..self }
     }
 
     /// Whether the lists and the bias keep a pair that the mask keeps.
@@ -107,7 +115,10 @@ impl<'a> Block<'a> {
 
     fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
         for (query, kept) in self.kept.iter().enumerate() {
-            kept.clone().filter(|&key| self.shows(query, key)).for_each(|key| pair(query, key));
+            let adds = |&key: &usize| {
+                self.shows(query, key) && self.dropped.get(query * self.keys + key).is_none_or(|&dropped| !dropped)
+            };
+            kept.clone().filter(adds).for_each(|key| pair(query, key));
         }
     }
 }

@@ -7,6 +7,7 @@ mod additive;
 mod alibi;
 mod backward;
 mod block;
+mod dropout;
 mod fp8;
 mod hadamard;
 mod host;
@@ -57,6 +58,8 @@ pub(crate) struct Inputs<'a, T> {
     pub bias: Additive<'a>,
     pub alibi: Slopes<'a>,
     pub lists: Option<ListInputs<'a>>,
+    /// The words of the seed and the offset of dropout.
+    pub dropout_state: Option<[i32; 4]>,
 }
 
 /// The tensors that a forward pass writes, in host memory.

@@ -70,6 +70,7 @@ fn run<T: Float>(problem: &ForwardProblem, [q, k, v]: [&Tensor; 3], gaps: Gaps) 
         bias: Additive::None,
         alibi: None,
         lists: None,
+        dropout_state: None,
     };
     let outputs =
         Outputs { o: HostMut::of(&mut o, o_layout), lse: Some(HostMut::of(&mut lse, lse_layout)), max_logits: None };
@@ -187,7 +188,7 @@ fn broadcast_inputs() {
     let (k, v) = (HostRef::of(&k[..16], repeat), HostRef::of(&v[..16], repeat));
     let q = HostRef::of(&q, dense(2));
     let (lengths, bias) = (Lengths::default(), Additive::None);
-    let inputs = Inputs { q, k, v, lengths, sinks: Sinks::None, bias, alibi: None, lists: None };
+    let inputs = Inputs { q, k, v, lengths, sinks: Sinks::None, bias, alibi: None, lists: None, dropout_state: None };
     forward::<f32>(&problem, &inputs, Outputs { o: HostMut::of(&mut o, dense(2)), lse: None, max_logits: None })
         .unwrap();
     for (i, o) in o.iter().enumerate() {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::additive;
 use super::alibi::Bias;
 use super::block::{self, Block, Keys};
+use super::dropout::Drops;
 use super::listed::{self, Listed};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
@@ -33,6 +34,8 @@ pub(super) struct Scratch<T> {
     /// The additive biases of the scores. Empty where there is no bias.
     pub biases: Vec<f32>,
     pub kept: Vec<Range<usize>>,
+    /// Whether dropout drops a pair, `[queries, keys]`.
+    pub dropped: Vec<bool>,
 }
 
 impl<T> Scratch<T> {
@@ -50,6 +53,7 @@ impl<T> Scratch<T> {
             sums: reserved(queries * dims.head_dim_vo)?,
             biases: reserved(if biased { queries * keys } else { 0 })?,
             kept: reserved(queries)?,
+            dropped: reserved(queries * keys)?,
         })
     }
 }
@@ -88,7 +92,8 @@ pub(super) fn forward<T: Float>(
     let start = block::first_visited(start, blocks.walked, listed.is_some());
 
     let bias = Bias::of(problem, &inputs.alibi, &task.sequence, task.head);
-    let Scratch { o, lse, max_logit, q, k, v, scores, sums, biases, kept } = scratch;
+    let drops = Drops::of(problem, inputs.dropout_state, &task.sequence, task.head);
+    let Scratch { o, lse, max_logit, q, k, v, scores, sums, biases, kept, dropped } = scratch;
     load(&inputs.q, &task.rows, task.head, task.tokens.clone(), q);
     sums.clear();
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
@@ -124,11 +129,17 @@ pub(super) fn forward<T: Float>(
             block.hide(query - task.tokens.start, f32::NEG_INFINITY, scores);
             row.step(&mut scores[kept.clone()], sums);
         }
-        block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
+        dropped.clear();
+        if let Some(drops) = &drops {
+            // The sums of the weights, and with them the LSE, are those of all pairs.
+            task.tokens.clone().for_each(|query| drops.row(query, first, keys, dropped));
+            zero(dropped, scores);
+        }
+        block.without(dropped).sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
     *max_logit = rows.iter().fold(f32::NEG_INFINITY, |largest, row| largest.max(row.max));
-    let sink = inputs.sinks.of(task.head);
+    let (sink, factor) = (inputs.sinks.of(task.head), Drops::factor(drops.as_ref()));
     o.clear();
     lse.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
@@ -140,7 +151,7 @@ pub(super) fn forward<T: Float>(
         }
         let sunk = Sunk::new(sink, row.max, f32::exp);
         let total = sunk.add_to(row.sum);
-        o.extend(sums.iter().map(|sum| T::from_f32(sum * sunk.own / total)));
+        o.extend(sums.iter().map(|sum| T::from_f32(sum * sunk.own / total * factor)));
         lse.push(sunk.max + total.ln());
     }
 }
@@ -168,6 +179,11 @@ impl RowState {
             sums.iter_mut().for_each(|sum| *sum *= correction);
         }
     }
+}
+
+/// Makes the weights of dropped pairs 0.
+pub(super) fn zero(dropped: &[bool], weights: &mut [f32]) {
+    weights.iter_mut().zip(dropped).for_each(|(weight, &dropped)| *weight = if dropped { 0.0 } else { *weight });
 }
 
 /// Folds the values in sixteen lanes, so that the compiler may use vectors. The order depends on the length only.

@@ -74,6 +74,7 @@ unsafe fn backward<T: Float>(plan: &BackwardPlan, args: &RawArgs) -> Result<()> 
                 bias: args.bias(plan.problem().forward().bias()),
                 alibi: args.read(Slot::AlibiSlopes),
                 lists: args.lists(),
+                dropout_state: args.dropout_state(),
             },
             BackwardOutputs::<T> {
                 d_q: required(Slot::DQ, args.write(Slot::DQ))?,

@@ -82,6 +82,7 @@ unsafe fn forward<T: Float>(plan: &ForwardPlan, args: &RawArgs) -> Result<()> {
                 sinks: args.sinks(plan.problem().sinks()),
                 lists: args.lists(),
                 bias: args.bias(plan.problem().bias()),
+                dropout_state: args.dropout_state(),
                 alibi: args.read(Slot::AlibiSlopes),
             },
             Outputs::<T> {

@@ -192,6 +192,16 @@ impl RawArgs {
         }
     }
 
+    /// The words of the seed and the offset of dropout, if they were given.
+    ///
+    /// # Safety
+    /// As [`read`](Self::read): they were checked to be four of `i32`.
+    unsafe fn dropout_state(&self) -> Option<[i32; 4]> {
+        // SAFETY: the caller's promise.
+        let words = unsafe { self.read::<i32, 1>(Slot::DropoutState) }?;
+        Some([0, 1, 2, 3].map(|word| words.at([word])))
+    }
+
     /// The offsets and used lengths that were given.
     ///
     /// # Safety

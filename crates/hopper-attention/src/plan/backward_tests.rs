@@ -77,6 +77,18 @@ fn rows_for_capped_scores_are_for_them_alone() {
     assert_eq!(select_backward(&of(true, 50.0), &H100, &rows()).unwrap_err().to_string(), text);
 }
 
+/// No kernel has dropout yet. With a probability of 0 it is dropout, too.
+#[test]
+fn dropout_is_refused_by_name() {
+    for p in [0.0, 0.1] {
+        let dropout = Some(crate::problem::Dropout::new(p).unwrap());
+        let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).dropout(dropout).build().unwrap();
+        let backward = BackwardProblem::builder(&forward).build().unwrap();
+        let text = "unsupported: dropout with backward sm90 kernels for bf16; nearest: no dropout, or Device::cpu()";
+        assert_eq!(select_backward(&backward, &H100, &rows()).unwrap_err().to_string(), text);
+    }
+}
+
 /// Rows for sm80 with the real tiles, for one mask class.
 fn sm80_rows() -> Vec<KernelInfo> {
     let tiles = [(64, 64, 128, 128, 98), (64, 32, 128, 128, 81), (128, 64, 128, 256, 162), (128, 32, 64, 128, 81)];

@@ -58,10 +58,11 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 6. what is done to scores or read of them (softcap, ALiBi, the maximum logit): the kernel takes such problems, or problems
 ///    without any of it;
 /// 7. softcap and ALiBi together: the kernel is not of the sm80 backward;
-/// 8. scores in f16: only if the problem allows them;
-/// 9. mask class;
-/// 10. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 11. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 8. dropout: no kernel has it yet;
+/// 9. scores in f16: only if the problem allows them;
+/// 10. mask class;
+/// 11. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 12. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
@@ -157,6 +158,15 @@ pub(super) fn fitting<'a>(
         |_| {
             let wanted = format!("softcap and alibi together with backward {} kernels for {dtype}", Arch::Sm80);
             (wanted, format!("one of the two, {} kernels, or Device::cpu()", Arch::Sm90))
+        },
+    )?;
+    let rows = filter_rows(
+        rows,
+        |_| problem.dropout().is_none(),
+        |rows| {
+            let pass = if is_backward(rows) { "backward " } else { "" };
+            let arch = list(rows, |row| row.arch.to_string());
+            (format!("dropout with {pass}{arch} kernels for {dtype}"), "no dropout, or Device::cpu()".into())
         },
     )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.

@@ -187,6 +187,7 @@ impl BackwardProblem {
             self.forward.bias_operand(),
             Operand::write(Slot::DBias, self.forward.bias_dtype(), self.forward.bias_shape())
                 .when(self.wants_d_bias(), "d_bias"),
+            self.forward.dropout_operand(),
         ])
     }
 

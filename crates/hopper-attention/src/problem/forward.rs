@@ -5,6 +5,7 @@ use std::fmt;
 use super::bias::Bias;
 use super::block_mask::BlockMask;
 use super::dims::Dims;
+use super::dropout::Dropout;
 use super::fp8::Fp8;
 use super::modifiers::{self, AlibiSlopes};
 use super::packing::{LENGTHS, Packing, batch_of};
@@ -54,6 +55,8 @@ pub struct ForwardProblem {
     pub(super) block_mask: Option<BlockMask>,
     /// The form of the additive bias. `None` where there is none.
     pub(super) bias: Option<Bias>,
+    /// The dropout of the weights. `None` where there is none.
+    pub(super) dropout: Option<Dropout>,
 }
 
 /// The options of a [`ForwardProblem`]. [`build`](Self::build) checks them.
@@ -79,6 +82,7 @@ pub struct ForwardProblemBuilder {
     pub(super) alibi: AlibiSlopes,
     pub(super) block_mask: Option<BlockMask>,
     pub(super) bias: Option<Bias>,
+    pub(super) dropout: Option<Dropout>,
 }
 
 impl ForwardProblemBuilder {
@@ -234,7 +238,7 @@ impl ForwardProblemBuilder {
     /// sinks are not f32 or bf16, or the bias is not f32, bf16 or f16.
     ///
     /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask) or
-    /// a [`bias`](Self::bias) with e4m3 operands, packed tensors or used lengths.
+    /// a [`bias`](Self::bias) with e4m3 operands, packed tensors or used lengths; [`dropout`](Self::dropout) with e4m3 operands.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -263,10 +267,11 @@ impl ForwardProblemBuilder {
         let alibi = modifiers::alibi(asked_for, self.alibi, dtype)?;
         modifiers::max_logits(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);
-        let block_mask = self.block_mask;
+        let (block_mask, dropout) = (self.block_mask, self.dropout);
         block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, dtype, asked_for))?;
         let bias = self.bias;
         bias.map_or(Ok(()), |bias| bias.check(dtype, asked_for))?;
+        dropout.map_or(Ok(()), |dropout| dropout.check(dtype))?;
         Ok(ForwardProblem {
             dtype,
             dims,
@@ -282,6 +287,7 @@ impl ForwardProblemBuilder {
             alibi,
             block_mask,
             bias,
+            dropout,
         })
     }
 }
@@ -306,6 +312,7 @@ impl ForwardProblem {
             alibi: AlibiSlopes::default(),
             block_mask: None,
             bias: None,
+            dropout: None,
         }
     }
 
@@ -328,6 +335,7 @@ impl ForwardProblem {
             alibi: self.alibi.unwrap_or_default(),
             block_mask: self.block_mask,
             bias: self.bias,
+            dropout: self.dropout,
         }
     }
 
@@ -364,6 +372,7 @@ impl ForwardProblem {
             full_block_cnt,
             full_block_idx,
             self.bias_operand(),
+            self.dropout_operand(),
         ])
     }
 
@@ -520,7 +529,7 @@ impl ForwardProblem {
         let d = &self.dims;
         let amax = if self.wants_amax() { " amax" } else { "" };
         format!(
-            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}{}{}",
+            "{}{}{amax} batch {} seqlen {}x{}{} heads {}/{} head_dim {}/{} {}{}{}{}{}{}{}",
             self.dtype,
             self.fp8.map_or(String::new(), |fp8| fp8.to_string()),
             d.batch,
@@ -536,7 +545,8 @@ impl ForwardProblem {
             self.block_mask_text(),
             self.bias_text(),
             self.alibi_text(),
-            if self.wants_max_logits() { " max_logits" } else { "" }
+            if self.wants_max_logits() { " max_logits" } else { "" },
+            self.dropout_text()
         )
     }
 }

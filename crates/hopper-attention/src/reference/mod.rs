@@ -14,8 +14,9 @@
 //! [`forward_of`], [`backward_of`], [`Expected::of`] and others. Each sequence is computed as a problem of its own. Rows of no
 //! sequence are judged only where the problem fills gaps.
 //!
-//! Problems with [`Modifiers`] (attention sinks, a bias, ALiBi slopes, lists of blocks) take these too: [`forward_with`],
-//! [`backward_with`], [`Expected::with`] and others.
+//! Problems with [`Modifiers`] (attention sinks, a bias, ALiBi slopes, lists of blocks, dropout) take these too:
+//! [`forward_with`], [`backward_with`], [`Expected::with`] and others. [`DropoutMask`] is the definition of which pairs dropout
+//! keeps.
 //!
 //! This module is for tests and for `hattn check`. It is slow: some seconds of a core for 4096 queries, 4096 keys and
 //! two heads, and two to three times that for gradients.
@@ -41,6 +42,7 @@
 mod additive;
 mod alibi;
 mod blocks;
+mod dropout;
 mod oracle;
 mod packed;
 mod plain;
@@ -53,6 +55,7 @@ mod tensor;
 pub mod tolerance;
 mod work;
 
+pub use dropout::DropoutMask;
 pub use oracle::{
     BackwardOracle, BiasNoise, MaxLogit, Noise, Oracle, RowScale, SinkNoise, backward, backward_of, backward_with,
     forward, forward_of, forward_with,
@@ -88,6 +91,8 @@ pub struct Modifiers<'a> {
     pub bias: Option<&'a [f64]>,
     /// The lists of blocks. Given exactly where the problem has a [`block_mask`](crate::ForwardProblemBuilder::block_mask).
     pub blocks: Option<BlockLists<'a>>,
+    /// Which pairs dropout keeps. Given exactly where the problem has [`dropout`](crate::ForwardProblemBuilder::dropout).
+    pub dropout: Option<DropoutMask>,
 }
 
 impl Modifiers<'_> {
@@ -95,7 +100,16 @@ impl Modifiers<'_> {
     fn of_sequence(self, problem: &ForwardProblem, sequence: usize) -> Self {
         let heads = problem.dims().heads_q;
         let first = if problem.alibi() == Some(AlibiSlopes::PerBatch) { sequence * heads } else { 0 };
-        Self { alibi_slopes: self.alibi_slopes.map(|slopes| &slopes[first..first + heads]), ..self }
+        Self {
+            alibi_slopes: self.alibi_slopes.map(|slopes| &slopes[first..first + heads]),
+            dropout: self.dropout.map(|mask| mask.of_sequence(sequence)),
+            ..self
+        }
+    }
+
+    /// What dropout multiplies the weight of a pair by: 0 where it drops the pair, and 1 where there is none.
+    fn dropped(&self, [batch, head]: [usize; 2], query: usize, key: usize) -> f64 {
+        self.dropout.map_or(1.0, |mask| mask.factor(batch, head, query, key))
     }
 
     /// The sink of a query head. -inf, which changes nothing, where there are none.
@@ -113,6 +127,7 @@ impl Modifiers<'_> {
             }
             (None, None) => {}
         }
+        DropoutMask::check(self.dropout.as_ref(), problem)?;
         let given = [(Slot::Sinks, self.sinks), (Slot::AlibiSlopes, self.alibi_slopes), (Slot::Bias, self.bias)];
         given.into_iter().try_for_each(|(slot, list)| check_list(problem, slot, list))
     }

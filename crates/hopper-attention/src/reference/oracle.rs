@@ -32,6 +32,8 @@ pub struct Oracle {
     pub lse: Vec<f64>,
     /// The effect of rounding P on each element of the output: `sqrt(sum over keys of (p * v)^2)`, in the shape of `o`.
     ///
+    /// With dropout `p` is the weight after it: 0 for a dropped pair, and the others larger.
+    ///
     /// If each p has an independent error with a relative standard deviation of 1, this is the standard deviation of the
     /// output's error. For e4m3 operands it is the larger of this root and `sqrt(sum over keys of (p * (v - o))^2)`. The second
     /// one holds where O is divided by the sum of the *rounded* P: an error that all p share then cancels.
@@ -55,7 +57,12 @@ pub struct RowScale {
     ///
     /// It is an upper bound for the sum of the magnitudes that are added up for a score, averaged over keys by weight. A unit
     /// roundoff times this number is the size of a score's error.
+    ///
+    /// With dropout the keys are those of all pairs, as in the LSE.
     pub score: f64,
+    /// The same for the output, whose weights are those that dropout keeps: as [`score`](Self::score), divided by
+    /// [`share`](Self::share), or the mean over the keys of the pairs that are not dropped where this is larger.
+    pub score_of_o: f64,
     /// The effect of rounding P on the row along its own direction: as [`Oracle::weighted`], with `(v . o)` in place of `v` and
     /// `((v - o) . o)` in place of `v - o`.
     pub along: f64,
@@ -63,7 +70,7 @@ pub struct RowScale {
     ///
     /// Weights that differ by an eighth of a unit roundoff or less are rounded alike. Then their errors do not average out
     /// over the keys, nor over rows. Keys with such weights make a group. The share is the root of the sum of the squared
-    /// weights of the groups of two and more keys.
+    /// weights of the groups of two and more keys. Dropped pairs have no part in it.
     pub alike: f64,
     /// The largest score of the row.
     pub row_max: f64,
@@ -78,6 +85,8 @@ pub struct RowScale {
     /// The magnitude of what is added to the scores (the bias, and ALiBi), averaged over keys by weight as [`score`](Self::score) is. A
     /// unit roundoff times this number is the size of the errors that they add to a score.
     pub added: f64,
+    /// As [`score_of_o`](Self::score_of_o), of [`added`](Self::added).
+    pub added_of_o: f64,
     /// The sum of the weights of the keys, where the largest is 1. The sink has no part in it.
     pub key_weights: f64,
 }
@@ -250,6 +259,7 @@ impl Exact<'_> {
         product(Matrix::of(self.q, batch, head, queries), of_keys.transposed(), 0.0, &mut scores);
         // Of masked pairs too. `kept` says which pairs those are.
         let mut kept = vec![false; scores.len()];
+        // After dropout. Dropped pairs are not kept.
         let mut p = vec![0.0; scores.len()];
         let mut soft = Vec::with_capacity(queries.count);
         let added = Added::of(self.problem, self.modifiers, [batch, head]);
@@ -259,7 +269,9 @@ impl Exact<'_> {
             let added = |column| added.at(query, keys.first + column);
             let row = Soft::new(self.problem, columns, &scores[at..at + count], added, self.modifiers.sink(head));
             for (&column, weight) in row.columns.iter().zip(&row.weights) {
-                (kept[at + column], p[at + column]) = (true, weight / row.sum);
+                let factor = self.modifiers.dropped([batch, head], query, keys.first + column);
+                kept[at + column] = factor != 0.0;
+                p[at + column] = if factor == 0.0 { 0.0 } else { weight / row.sum * factor };
             }
             soft.push(row);
         }
@@ -278,7 +290,8 @@ impl Exact<'_> {
             let o = o[i * dim..(i + 1) * dim].to_vec();
             let added = |column| [added.at(query, keys.first + column), added.size(query, keys.first + column)];
             let along = &scores[of_row.clone()];
-            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, added, along, &mut p[of_row]));
+            let (p, kept) = (&mut p[of_row.clone()], &kept[of_row]);
+            rows.push(self.row([batch, head_kv], keys, q_row, o, soft, added, along, (p, kept)));
         }
         // `p` holds the squares of what each weight's error is a share of.
         let mut squares = vec![0.0; queries.count * dim];
@@ -290,8 +303,9 @@ impl Exact<'_> {
         rows
     }
 
-    /// A query's row. Its `weighted` are the squares of the centred noise alone. `p` becomes the squares that the
-    /// other noise is made of. `added` gives what is added to the score in a column, and its magnitude.
+    /// A query's row. Its `weighted` are the squares of the centred noise alone. `p`, which comes with which pairs are kept,
+    /// becomes the squares that the other noise is made of. `added` gives what is added to the score in a column, and its
+    /// magnitude.
     #[expect(clippy::too_many_arguments, reason = "one row of one tile")]
     fn row(
         &self,
@@ -302,7 +316,7 @@ impl Exact<'_> {
         soft: &Soft,
         added: impl Fn(usize) -> [f64; 2],
         along: &[f64],
-        p: &mut [f64],
+        (p, kept): (&mut [f64], &[bool]),
     ) -> Row {
         let dims = self.problem.dims();
         if soft.weights.is_empty() {
@@ -322,16 +336,19 @@ impl Exact<'_> {
             _ => U32,
         };
         let (mut key_norm, mut along_squares, mut along_centred) = (0.0, 0.0, 0.0);
+        // Of the pairs that are not dropped: the sum of their weights, and what it is the weight of.
+        let mut of_kept = [0.0; 3];
         let (softcap, softmax_scale) = (Softcap::of(self.problem), f64::from(self.problem.softmax_scale()));
         let q_norm = norm(q_row);
         let size = softmax_scale * q_norm;
         for (i, (&column, weight)) in soft.columns.iter().zip(&soft.weights).enumerate() {
             let mut of_key = p[column];
+            let of_all = weight / soft.sum;
             // A key of weight 0 may be infinite. So may one whose score is at the cap.
             let left = softcap.steepest(soft.uncapped(i), size * k_norms[column]);
-            let part = of_key * left;
+            let part = of_all * left;
             let [added, added_size] = added(column);
-            biases += of_key * added_size;
+            biases += of_all * added_size;
             if self.problem.wants_max_logits() {
                 let k_row = self.k.row(batch, keys.first + column, head_kv);
                 let of_sum = SCORE_ROUNDOFFS * score_roundoff * size * k_norms[column];
@@ -343,6 +360,10 @@ impl Exact<'_> {
             }
             if part != 0.0 {
                 key_norm += part * k_norms[column];
+            }
+            if kept[column] {
+                let norm = if part != 0.0 { left * k_norms[column] } else { 0.0 };
+                of_kept.iter_mut().zip([1.0, norm, added_size]).for_each(|(sum, size)| *sum += of_all * size);
             }
             if self.problem.dtype() == DType::E4M3 {
                 let v_row = self.v.row(batch, keys.first + column, head_kv);
@@ -358,16 +379,24 @@ impl Exact<'_> {
             along_squares += (of_key * along[column]).powi(2);
             p[column] = of_key * of_key;
         }
+        let share = soft.weights.iter().sum::<f64>() / soft.sum;
+        // What the sink or dropout leaves of a row has the relative error of the keys' scores, however little it is.
+        let mean = |sum: f64, of_kept: f64, share_of_kept: f64| {
+            let of_all = if share > 0.0 { sum / share } else { sum };
+            if share_of_kept > 0.0 { f64::max(of_all, of_kept / share_of_kept) } else { of_all }
+        };
         let scale = RowScale {
             score: size * key_norm,
+            score_of_o: mean(size * key_norm, size * of_kept[1], of_kept[0]),
             along: f64::max(along_squares, along_centred).sqrt(),
-            alike: alike(roundoff, &soft.scores, &soft.weights),
+            alike: soft.alike(roundoff, |column| kept[column]),
             row_max: soft.max,
             keys: soft.columns.len(),
             sink: soft.sink_size,
-            share: soft.weights.iter().sum::<f64>() / soft.sum,
+            share,
             cap: softcap.cap,
             added: biases,
+            added_of_o: mean(biases, of_kept[2], of_kept[0]),
             key_weights: soft.of_keys,
         };
         Row { o, weighted: centred, lost, lse: soft.lse, scale, max_logit }
@@ -427,6 +456,14 @@ impl Soft {
         let lse = if b > a { b + (a - b).exp().ln_1p() } else { a + (b - a).exp().ln_1p() };
         let sink_size = if sink.is_finite() { sink.abs() * (sink - lse).exp() } else { 0.0 };
         Self { columns, scores, before_cap, weights, max, sum, lse, sink_size, of_keys }
+    }
+
+    /// [`alike`] of the keys in these columns alone.
+    fn alike(&self, unit_roundoff: f64, counts: impl Fn(usize) -> bool) -> f64 {
+        let both = self.columns.iter().zip(self.scores.iter().zip(&self.weights));
+        let (scores, weights): (Vec<f64>, Vec<f64>) =
+            both.filter(|&(&column, _)| counts(column)).map(|(_, (score, weight))| (score, weight)).unzip();
+        alike(unit_roundoff, &scores, &weights)
     }
 
     /// The score of the kept key number `i` without the cap and the bias.

@@ -33,8 +33,8 @@ pub struct Plain {
 /// 1. scores: products of the inputs, accumulated in f32, times the softmax scale; with a cap `c` then `c * tanh(score / c)`;
 ///    with a bias then plus the bias; with ALiBi then minus `slope * distance`;
 /// 2. `p = exp(score - row_max)` and its sum, in f32;
-/// 3. `p` rounded to the input type; products with V, accumulated in f32;
-/// 4. divided by the sum, and rounded to the output type. (The sum has the weight of the sink, where there are sinks.)
+/// 3. `p` rounded to the input type, and 0 where dropout drops the pair; products with V, accumulated in f32;
+/// 4. divided by the sum, with dropout multiplied by its factor, and rounded to the output type. (The sum has the weight of the sink, where there are sinks.)
 ///
 /// For e4m3 operands the tensors hold real values (stored times descale). In step 3 `256 p` is rounded to e4m3. In step 4 an
 /// e4m3 output is multiplied by `scale_o` before it is rounded; `scale_o` is 1 here, and may be another factor with
@@ -223,6 +223,9 @@ fn row(
     for (&key, score) in keys.iter().zip(&scores) {
         let weight = (score - shift).exp();
         row_sum += weight;
+        if modifiers.dropped([batch, head], query, key) == 0.0 {
+            continue;
+        }
         let weight = rounded(rounding.weight, weight);
         for (o, v) in o.iter_mut().zip(v.row(batch, key, head_kv)) {
             *o += weight * v;
@@ -233,10 +236,16 @@ fn row(
     let relative = |x: f32| if x == both { 1.0 } else { (x - both).exp() };
     let own = relative(shift);
     let total = row_sum * own + relative(sink);
+    let factor = dropout_factor(problem);
     for o in &mut o {
-        *o = rounded(rounding.output, *o * own / total);
+        *o = rounded(rounding.output, *o * own / total * factor);
     }
     (o, both + total.ln(), row_max)
+}
+
+/// What dropout multiplies the weights by that it keeps.
+fn dropout_factor(problem: &ForwardProblem) -> f32 {
+    problem.dropout().map_or(1.0, |dropout| dropout.factor() as f32)
 }
 
 /// A score after the cap, if there is one, and the derivative of the cap.

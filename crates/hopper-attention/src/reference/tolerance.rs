@@ -128,6 +128,18 @@
 //! lines above and below. (`|x|` is no more than `|scale| |q| |k|` or the cap, which are there already.) A pair whose bias is -inf is not
 //! kept, so it has no part in any sum.
 //!
+//! # Dropout
+//!
+//! With [`dropout`](crate::ForwardProblemBuilder::dropout) let `z` be 0 for a dropped pair and `1 / (1 - p)` for others.
+//!
+//! - Plain makes the weights of dropped pairs 0 after it has rounded them, and multiplies O and dV at the end by the factor.
+//! - In the output and in dV `z p` takes the place of `p`, also in `w`, in what is rounded alike, and in `n(p)` with its `t`. So a
+//!   row of which all pairs are dropped must be exactly 0.
+//! - The LSE and the maximum logits are as without dropout. `sum p |k|` of the floor is the mean over all keys or the one over
+//!   those that are not dropped, whichever is the larger.
+//! - In the gradient of a score `z dP` takes the place of dP. So its error is `z` times as large. The other terms of `n(dS)` and
+//!   `n(delta)` stay, with `z p` in the O of delta.
+//!
 //! # Maximum logits
 //!
 //! ```text
@@ -487,10 +499,8 @@ impl Expected {
             let (exact, weighted) =
                 (self.oracle.o.row(batch, query, head), self.oracle.weighted.row(batch, query, head));
             let (magnitude, weighted_max) = (largest(exact), largest(weighted));
-            // What the sink leaves of a row has the relative error of the keys' scores, however little it is.
-            let score = if scale.share > 0.0 { scale.score / scale.share } else { scale.score };
-            let added = if scale.share > 0.0 { scale.added / scale.share } else { scale.added };
-            let of_scores = SCORE_ROUNDOFFS * (self.sum_roundoff * score + U32 * (scale.sink + scale.cap + added));
+            let of_scores = self.sum_roundoff * scale.score_of_o + U32 * (scale.sink + scale.cap + scale.added_of_o);
+            let of_scores = SCORE_ROUNDOFFS * of_scores;
             let of_sums = U32 * (scale.keys as f64).sqrt();
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let flushed: Vec<f64> = match &self.flush {

@@ -49,6 +49,7 @@ fn run<T: Float>(problem: &BackwardProblem, given: &Given, gaps: Gaps) -> Gradie
         bias: Additive::None,
         alibi: None,
         lists: None,
+        dropout_state: None,
     };
     let (d_q_out, d_k_out, d_v_out) = (host_mut(&mut d_q), host_mut(&mut d_k), host_mut(&mut d_v));
     let outputs = BackwardOutputs { d_q: d_q_out, d_k: d_k_out, d_v: d_v_out, d_sinks: None, d_bias: None };

@@ -341,6 +341,8 @@ impl Exact<'_> {
 
         let [mut scores, mut d_p, mut p, mut flat] = [(); 4].map(|()| vec![0.0; pairs]);
         let mut kept = vec![false; pairs];
+        // What dropout multiplies P by.
+        let mut factors = vec![1.0; pairs];
         let transposed = |tensor| Matrix::of(tensor, batch, head_kv, keys).transposed();
         product(Matrix::of(self.q, batch, head, queries), transposed(self.k), 0.0, &mut scores);
         product(Matrix::of(self.d_o, batch, head, queries), transposed(self.v), 0.0, &mut d_p);
@@ -349,14 +351,20 @@ impl Exact<'_> {
         for (i, query) in queries.iter().enumerate() {
             let of_row = i * keys.count..(i + 1) * keys.count;
             let p = &mut p[of_row.clone()];
-            rows.push(self.query([batch, head], query, keys, &scores[of_row.clone()], p, &mut kept[of_row]));
+            for (factor, key) in factors[of_row.clone()].iter_mut().zip(keys.iter()) {
+                *factor = self.modifiers.dropped([batch, head], query, key);
+            }
+            let (factors, kept) = (&factors[of_row.clone()], &mut kept[of_row.clone()]);
+            rows.push(self.query([batch, head], query, keys, &scores[of_row], p, (kept, factors)));
         }
 
         // O, which delta is made of.
         let mut o = Terms::new(queries.count, dims.head_dim_vo);
-        of_v.values.add_weighted(place, keys, &p, &kept, &mut o.values);
-        let squares: Vec<f64> = p.iter().map(|p| p * p).collect();
-        of_v.squares.add_weighted(place, keys, &squares, &kept, &mut o.squares);
+        let left: Vec<bool> = kept.iter().zip(&factors).map(|(&kept, &factor)| kept && factor != 0.0).collect();
+        let mut weights: Vec<f64> = p.iter().zip(&factors).map(|(&p, &factor)| times(factor, p)).collect();
+        of_v.values.add_weighted(place, keys, &weights, &left, &mut o.values);
+        weights.iter_mut().for_each(|weight| *weight *= *weight);
+        of_v.squares.add_weighted(place, keys, &weights, &left, &mut o.squares);
         for (i, query) in queries.iter().enumerate() {
             let (row, _, error_size) = &mut rows[i];
             if row.lse != f64::NEG_INFINITY {
@@ -377,7 +385,7 @@ impl Exact<'_> {
                 if kept[at] {
                     let (query, key) = (queries.first + i, keys.first + column);
                     let token = self.token(batch, head_kv, key);
-                    let pair = self.pair(row, token, scores[at], p[at], d_p[at], added.size(query, key));
+                    let pair = self.pair(row, token, scores[at], p[at], (d_p[at], factors[at]), added.size(query, key));
                     scores[at] = self.scale() * pair.d_s;
                     p[at] = (self.scale() * pair.d_s_noise).powi(2);
                 } else {
@@ -409,8 +417,8 @@ impl Exact<'_> {
             .collect()
     }
 
-    /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept. The scores are the products of
-    /// Q and K. The last result is the mean size of the errors of the keys' scores.
+    /// The softmax of a query. Fills its rows of the tile: P, and which pairs are kept, which come with the factors of dropout. The
+    /// scores are the products of Q and K. The last result is the mean size of the errors of the keys' scores.
     fn query(
         &self,
         [batch, head]: [usize; 2],
@@ -418,7 +426,7 @@ impl Exact<'_> {
         keys: Tokens,
         scores: &[f64],
         p: &mut [f64],
-        kept: &mut [bool],
+        (kept, factors): (&mut [bool], &[f64]),
     ) -> (Row, Sum, ErrorSize) {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
@@ -443,7 +451,10 @@ impl Exact<'_> {
             return (row, sum, ErrorSize::default());
         }
         let roundoff = unit_roundoff(self.problem.dtype());
-        row.alike = roundoff * alike(roundoff, &soft.scores, &soft.weights);
+        // O is made of the pairs that are not dropped, and dS of all.
+        let of_all = alike(roundoff, &soft.scores, &soft.weights);
+        let of_left = soft.alike(roundoff, |column| factors[column] != 0.0);
+        row.alike = roundoff * of_all.max(of_left);
         let mut mean = ErrorSize::default();
         for (&column, score) in soft.columns.iter().zip(&soft.scores) {
             (kept[column], p[column]) = (true, (score - row.lse).exp());
@@ -529,8 +540,11 @@ impl Exact<'_> {
         let mut d_v = Terms::new(keys.count, dims.head_dim_vo);
         let [mut d_k_noise, mut d_k_of_delta] = [(); 2].map(|()| vec![0.0; keys.count * dims.head_dim_qk]);
         let mut d_v_noise = vec![0.0; keys.count * dims.head_dim_vo];
-        // For each key the number of pairs, the sum of P, and the sum of P times what P has in common.
-        let mut weights = vec![(0, 0.0, 0.0); keys.count];
+        // Which pairs are kept and not dropped.
+        let mut left = vec![false; pairs];
+        // For each key the number of pairs, the sum of P, and the sum of P times what P has in common: of dK, and of dV without the
+        // dropped pairs.
+        let mut weights = vec![[(0, 0.0, 0.0); 2]; keys.count];
         for head in heads.clone() {
             let place = [batch, head];
             let of_keys = |tensor| Matrix::of(tensor, batch, head_kv, keys);
@@ -540,11 +554,11 @@ impl Exact<'_> {
             let rows = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + queries.first..][..queries.count];
             for (i, key) in keys.iter().enumerate() {
                 let token = self.token(batch, head_kv, key);
-                let (terms, weight, alike) = &mut weights[i];
                 for (column, row) in rows.iter().enumerate() {
                     let at = i * queries.count + column;
                     kept[at] = row.lse != f64::NEG_INFINITY && self.kept.keep(batch, head, queries.first + column, key);
                     if !kept[at] {
+                        left[at] = false;
                         (scores[at], d_p[at], noise[at], of_delta[at]) = (0.0, 0.0, 0.0, 0.0);
                         continue;
                     }
@@ -553,10 +567,12 @@ impl Exact<'_> {
                     let added_size = added.size(query, key);
                     let p = (self.softcap().score(score) + added.at(query, key) - row.lse).exp();
                     let error_size = self.error_size(row, token, scores[at], added_size);
-                    let pair = self.pair(row, token, scores[at], p, d_p[at], added_size);
-                    p_noise[at] = self.p_noise(row, error_size, p);
-                    // P, dS, the squared noise of dS and the error of delta.
-                    (scores[at], d_p[at]) = (p, self.scale() * pair.d_s);
+                    let factor = self.modifiers.dropped(place, query, key);
+                    left[at] = factor != 0.0;
+                    let pair = self.pair(row, token, scores[at], p, (d_p[at], factor), added_size);
+                    p_noise[at] = times(factor, self.p_noise(row, error_size, p));
+                    // P after dropout, dS, the squared noise of dS and the error of delta.
+                    (scores[at], d_p[at]) = (times(factor, p), self.scale() * pair.d_s);
                     let flat = p * self.softcap().slope(score);
                     let delta_noise = flat * row.delta_noise;
                     let squares = pair.d_s_noise * pair.d_s_noise + delta_noise * delta_noise;
@@ -564,15 +580,18 @@ impl Exact<'_> {
                     let squares = if squares.is_nan() { pair.d_s_noise.hypot(delta_noise) } else { squares };
                     noise[at] = self.scale().powi(2) * squares;
                     of_delta[at] = self.scale() * flat * row.delta_alike;
-                    *terms += 1;
-                    *weight += p;
-                    *alike += p * row.alike.max(self.score_noise(row, error_size));
+                    let common = row.alike.max(self.score_noise(row, error_size));
+                    for (terms, weight, alike) in &mut weights[i][..if left[at] { 2 } else { 1 }] {
+                        *terms += 1;
+                        *weight += p;
+                        *alike += p * common;
+                    }
                 }
             }
             of_q.values.add_weighted(place, queries, &d_p, &kept, &mut d_k.values);
             of_q.squares.add_weighted(place, queries, &noise, &kept, &mut d_k_noise);
             magnitudes.add_weighted(place, queries, &of_delta, &kept, &mut d_k_of_delta);
-            of_d_o.values.add_weighted(place, queries, &scores, &kept, &mut d_v.values);
+            of_d_o.values.add_weighted(place, queries, &scores, &left, &mut d_v.values);
             // The squares of dS, of P, and of the noise of P.
             d_p.iter_mut().for_each(|d_s| *d_s *= *d_s);
             of_q.squares.add_weighted(place, queries, &d_p, &kept, &mut d_k.squares);
@@ -580,34 +599,36 @@ impl Exact<'_> {
                 p_noise[at] = p_noise[at].powi(2);
                 scores[at] *= scores[at];
             }
-            of_d_o.squares.add_weighted(place, queries, &p_noise, &kept, &mut d_v_noise);
-            of_d_o.squares.add_weighted(place, queries, &scores, &kept, &mut d_v.squares);
+            of_d_o.squares.add_weighted(place, queries, &p_noise, &left, &mut d_v_noise);
+            of_d_o.squares.add_weighted(place, queries, &scores, &left, &mut d_v.squares);
         }
 
         let of_row = |all: &[f64], i: usize| all[i * all.len() / keys.count..(i + 1) * all.len() / keys.count].to_vec();
-        let of_key = |(i, &(terms, weight, alike)): (usize, &(usize, f64, f64))| {
-            // Without a weight there is nothing that could be off.
-            let alike = alike / f64::max(weight, f64::MIN_POSITIVE);
-            let sum = |terms_of: &Terms, noise: &[f64], of_delta: Vec<f64>| {
-                let (values, squares) = terms_of.row(i);
-                let (values, squares) = (values.to_vec(), squares.to_vec());
-                Sum { values, squares, noise_squares: of_row(noise, i), of_delta, alike, terms }
-            };
+        let of_key = |(i, &[of_k, of_v]): (usize, &[(usize, f64, f64); 2])| {
+            let sum =
+                |terms_of: &Terms, noise: &[f64], of_delta: Vec<f64>, (terms, weight, alike): (usize, f64, f64)| {
+                    let (values, squares) = terms_of.row(i);
+                    // Without a weight there is nothing that could be off.
+                    let alike = alike / f64::max(weight, f64::MIN_POSITIVE);
+                    let (values, squares) = (values.to_vec(), squares.to_vec());
+                    Sum { values, squares, noise_squares: of_row(noise, i), of_delta, alike, terms }
+                };
             let of_delta = of_row(&d_k_of_delta, i);
-            (sum(&d_k, &d_k_noise, of_delta), sum(&d_v, &d_v_noise, vec![0.0; dims.head_dim_vo]))
+            (sum(&d_k, &d_k_noise, of_delta, of_k), sum(&d_v, &d_v_noise, vec![0.0; dims.head_dim_vo], of_v))
         };
         weights.iter().enumerate().map(of_key).collect()
     }
 
     /// The pair of a query and a key. `token` is the key's index in the norms, `product` that of Q and K, and `added` the magnitude
-    /// of what is added to the score.
-    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, d_p: f64, added: f64) -> Pair {
+    /// of what is added to the score. `d_p` comes with what dropout multiplies it by.
+    fn pair(&self, row: &Row, token: usize, product: f64, p: f64, (d_p, factor): (f64, f64), added: f64) -> Pair {
         let (softcap, score) = (self.softcap(), self.scale() * product);
+        let d_p = times(factor, d_p);
         let slope = softcap.slope(score);
         let d_s = p * (d_p - row.delta) * slope;
         let of_score = self.score_noise(row, self.error_size(row, token, product, added));
         let roundoff = unit_roundoff(self.problem.dtype());
-        let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
+        let d_p_noise = times(factor, SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token]);
         let slope_noise = softcap.slope_noise(score, self.scale() * row.q_norm * self.k_norms[token]);
         Pair {
             d_s,
@@ -668,6 +689,11 @@ impl Exact<'_> {
         let dims = self.problem.dims();
         (batch * dims.heads_kv + head_kv) * dims.seqlen_kv + key
     }
+}
+
+/// A number after dropout: nothing of a dropped one is left, whatever it is.
+fn times(factor: f64, x: f64) -> f64 {
+    if factor == 0.0 { 0.0 } else { factor * x }
 }
 
 /// A sum of weighted vectors: its elements, and for each element the sums of the squared terms, of their squared noise, and of

@@ -7,7 +7,7 @@ use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
-use super::{Narrow, capped, dot, rounding, widen};
+use super::{Narrow, capped, dot, dropout_factor, rounding, widen};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
@@ -34,8 +34,10 @@ pub struct BackwardPlain {
 /// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
 /// 2. scores and dP: products of the inputs, accumulated in f32;
 /// 3. `P = exp(score - LSE)`, with ALiBi `exp(score - slope * distance - LSE)`, and `dS = P * (dP - delta)` in f32, then rounded to the input type; with a cap scores are capped, and
-///    dS is multiplied by `1 - tanh^2` before it is rounded;
-/// 4. products with dO, Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale; all rounded to their type;
+///    dS is multiplied by `1 - tanh^2` before it is rounded; with dropout dP is 0 where a pair is dropped, and multiplied by the
+///    factor elsewhere;
+/// 4. products with dO (without dropped pairs), Q and K, accumulated in f32; dQ and dK multiplied by the softmax scale, dV by the
+///    factor of dropout; all rounded to their type;
 /// 5. dSink of a head: the sum over rows of `-exp(sink - LSE) * delta`, in f32;
 /// 6. dBias: the sum over rows of `P * (dP - delta)`, in f32, rounded to the type of the bias.
 ///
@@ -157,7 +159,7 @@ fn dense(
         }
         for (sum_k, sum_v) in sums {
             d_k.push(plain.finished(sum_k, problem.softmax_scale()));
-            d_v.push(plain.finished(sum_v, 1.0));
+            d_v.push(plain.finished(sum_v, dropout_factor(problem.forward())));
         }
     }
     let gradient = |shape, rows: &[Vec<f32>]| gather(shape, rows, |row, out| widen(row, out));
@@ -197,6 +199,9 @@ struct Row {
     delta: f32,
 }
 
+/// P and dS of a pair. A pair that dropout drops has no P.
+type Weights = (Option<f32>, f32);
+
 impl Backward<'_> {
     /// Adds a query head: its rows of dQ, and what it adds to the sums of dK and dV of its KV head. Sums are in the order of
     /// the keys, and of the heads and queries.
@@ -219,7 +224,7 @@ impl Backward<'_> {
                     for (pair, (d_k, d_v)) in pairs[task * KEYS_PER_TASK..].iter().zip(&mut *sums) {
                         if let Some((p, d_s)) = *pair {
                             add(d_s, q_row, d_k);
-                            add(p, d_o_row, d_v);
+                            p.into_iter().for_each(|p| add(p, d_o_row, d_v));
                         }
                     }
                 }
@@ -230,7 +235,7 @@ impl Backward<'_> {
     }
 
     /// A query's pairs with all keys, and its row of dQ.
-    fn query(&self, batch: usize, head: usize, query: usize) -> (Vec<Option<(f32, f32)>>, Vec<f32>) {
+    fn query(&self, batch: usize, head: usize, query: usize) -> (Vec<Option<Weights>>, Vec<f32>) {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let pairs: Vec<_> = (0..dims.seqlen_kv).map(|key| self.pair(batch, head, query, key)).collect();
@@ -266,9 +271,10 @@ impl Backward<'_> {
     }
 
     /// P and dS of a pair, rounded to the input type. `None` for a pair that has no part in any gradient.
-    fn pair(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<(f32, f32)> {
+    fn pair(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<Weights> {
         let [p, d_score, slope] = self.parts(batch, head, query, key)?;
-        Some(((self.round)(p), (self.round)(p * d_score * slope)))
+        let keeps = self.modifiers.dropped([batch, head], query, key) != 0.0;
+        Some((keeps.then(|| (self.round)(p)), (self.round)(p * d_score * slope)))
     }
 
     /// P of a pair, `dP - delta`, and the derivative of the cap.
@@ -282,7 +288,9 @@ impl Backward<'_> {
         let scale = self.problem.softmax_scale();
         let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
         let (score, slope) = capped(self.problem.forward(), score);
+        let keeps = self.modifiers.dropped([batch, head], query, key) != 0.0;
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
+        let d_p = if keeps { dropout_factor(self.problem.forward()) * d_p } else { 0.0 };
         let added = Added::of(self.problem.forward(), self.modifiers, [batch, head]);
         let p = (added.add_to(score, query, key) - row.lse).exp();
         Some([p, d_p - row.delta, slope])

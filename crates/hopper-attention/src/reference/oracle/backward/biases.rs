@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::super::super::product::{Matrix, Tokens, product};
 use super::super::super::rounding::{SCORE_ROUNDOFFS, U32, unit_roundoff};
-use super::{Exact, Row};
+use super::{Exact, Row, times};
 
 /// The sizes of rounding errors in the gradient of a bias.
 #[derive(Clone, Copy, Debug, Default)]
@@ -104,9 +104,10 @@ impl Exact<'_> {
                     let token = self.token(batch, head_kv, key);
                     let error_size = self.error_size(row, token, scores[at], added.size(query, key));
                     let of_score = self.score_noise(row, error_size);
-                    let d_score = d_p[at] - row.delta;
+                    let factor = self.modifiers.dropped([batch, head], query, key);
+                    let d_score = times(factor, d_p[at]) - row.delta;
                     let value = p * d_score;
-                    let d_p_noise = SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token];
+                    let d_p_noise = times(factor, SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token]);
                     // A kernel may round P, and dS.
                     let noise = (SQRT_2 * unit_roundoff(self.problem.dtype()) + of_score) * value.abs()
                         + p * d_p_noise

@@ -79,8 +79,10 @@ pub(super) fn row(
         noise.add(p, v_row.iter().copied(), along);
     }
     let weighted = noise.squares.iter().zip(&centred.squares).map(|(a, b)| a.max(*b).sqrt()).collect();
+    let score = softmax_scale * dot(q_row, q_row).sqrt() * key_norm;
     let scale = RowScale {
-        score: softmax_scale * dot(q_row, q_row).sqrt() * key_norm,
+        score,
+        score_of_o: score,
         along: noise.along.max(centred.along).sqrt(),
         alike: alike(roundoff, &scores, &weights),
         row_max,
@@ -89,6 +91,7 @@ pub(super) fn row(
         share: 1.0,
         cap: f64::from(problem.softcap()),
         added: 0.0,
+        added_of_o: 0.0,
         key_weights: weights.iter().sum(),
     };
     Row { o, weighted, lost, lse: shift + row_sum.ln(), scale }
