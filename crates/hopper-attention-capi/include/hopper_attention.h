@@ -55,20 +55,20 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
   { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-    0, 0 }
+    0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
   { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-    0, 0 }
+    0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
@@ -272,6 +272,15 @@ typedef int32_t hattn_block_mask;
 // There are lists of full blocks. Without this flag all listed blocks are partial.
 #define HATTN_BLOCK_MASK_FULL_BLOCKS 8
 
+// Which dimensions an additive bias has, as flags: [B, H, Q, seqlen_kv]. Without a flag the dimension is 1, and shared.
+typedef int32_t hattn_bias_dims;
+// Each batch entry has a bias of its own: B is batch.
+#define HATTN_BIAS_PER_BATCH 1
+// Each query head has a bias of its own: H is heads_q.
+#define HATTN_BIAS_PER_HEAD 2
+// Each query has a bias of its own: Q is seqlen_q.
+#define HATTN_BIAS_PER_QUERY 4
+
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 //
 // Shapes:
@@ -359,12 +368,17 @@ typedef struct hattn_forward_problem {
   // The log-sum-exp has the whole bias in it. There is no gradient of the slopes.
   hattn_alibi alibi;
   // 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
-  // enters the softmax: with scale, softcap and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
+  // enters the softmax: with scale, softcap, bias and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
   int32_t max_logits;
   // Lists of blocks beside the mask. 0: none. Not for HATTN_E4M3, packed sequences or used lengths.
   hattn_block_mask block_mask;
   // The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
   int32_t block_mask_most_partial;
+  // Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
+  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3, packed sequences or used lengths. On a GPU not yet.
+  hattn_dtype bias;
+  // Which dimensions the bias has beside the keys. 0 without a bias.
+  hattn_bias_dims bias_dims;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -424,6 +438,8 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *mask_bits;
   const struct hattn_tensor *full_block_cnt;
   const struct hattn_tensor *full_block_idx;
+  // The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says. Given exactly if the problem's bias is not 0.
+  const struct hattn_tensor *bias;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -465,10 +481,12 @@ typedef struct hattn_backward_problem {
   // 1: the gradient of the sinks is an output, and the sinks are an input. 0: neither. Must be 0 without sinks.
   int32_t d_sinks;
   hattn_alibi alibi;
-  // Must be 0.
-  int32_t reserved;
+  // 1: the gradient of the bias is an output, of its shape and type. 0: it is not. Must be 0 without a bias.
+  int32_t d_bias;
   hattn_block_mask block_mask;
   int32_t block_mask_most_partial;
+  hattn_dtype bias;
+  hattn_bias_dims bias_dims;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -511,6 +529,9 @@ typedef struct hattn_backward_args {
   const struct hattn_tensor *mask_bits;
   const struct hattn_tensor *full_block_cnt;
   const struct hattn_tensor *full_block_idx;
+  // The additive bias, as in hattn_forward_args, and its gradient, overwritten: given exactly if the problem's d_bias is 1.
+  const struct hattn_tensor *bias;
+  const struct hattn_tensor *dbias;
 } hattn_backward_args;
 
 // How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -617,10 +638,7 @@ hattn_status hattn_tensor_contiguous(struct hattn_tensor *tensor);
 //
 // The library opens no file: the caller reads the text. `text` may be null if `length` is 0. hattn_tuning_destroy frees
 // the tuning.
-//
-// The caller promises:
-// - `text` is null, or `length` bytes of it can be read.
-// - `tuning` is null, or can be written.
+// The caller promises: `text` is null, or `length` bytes of it can be read. `tuning` is null, or can be written.
 hattn_status hattn_tuning_create(const char *text, size_t length, struct hattn_tuning **tuning);
 
 // Frees a tuning. `tuning` may be null. Plans that were made with it stay valid.
@@ -639,10 +657,7 @@ hattn_status hattn_forward_supported(const struct hattn_forward_problem *problem
 //
 // On a GPU this retains the primary context, the one that cudaSetDevice uses. The thread's current context stays as it
 // was. hattn_forward_plan_destroy frees the plan.
-//
-// The caller promises:
-// - `problem` is null, or points to a struct of the size that the struct says.
-// - `plan` is null, or can be written.
+// The caller promises: `problem` is null, or points to a struct of the size that the struct says. `plan` is null, or can be written.
 hattn_status hattn_forward_plan_create(const struct hattn_forward_problem *problem,
                                        hattn_device device,
                                        struct hattn_forward_plan **plan);
@@ -651,10 +666,7 @@ hattn_status hattn_forward_plan_create(const struct hattn_forward_problem *probl
 //
 // If the tuning has no entry for this problem on this card, the plan is the same as without it. The tuning may be
 // destroyed after the call.
-//
-// The caller promises:
-// - `problem` and `plan` are as for hattn_forward_plan_create.
-// - `tuning` is null or live.
+// The caller promises: `problem` and `plan` are as for hattn_forward_plan_create. `tuning` is null or live.
 hattn_status hattn_forward_plan_create_tuned(const struct hattn_forward_problem *problem,
                                              hattn_device device,
                                              const struct hattn_tuning *tuning,
@@ -668,21 +680,14 @@ void hattn_forward_plan_destroy(struct hattn_forward_plan *plan);
 //
 // Writes the length of the text to `*length`, in bytes without the final 0. Writes as much of the text as fits to
 // `text`, with a final 0. `text` may be null if `capacity` is 0. `length` may be null.
-//
-// The caller promises:
-// - `plan` is null or live.
-// - `text` is null, or `capacity` bytes of it can be written.
-// - `length` is null, or can be written.
+// The caller promises: `plan` is null or live. `capacity` bytes of `text` and all of `length` can be written, unless they are null.
 hattn_status hattn_forward_plan_describe(const struct hattn_forward_plan *plan,
                                          char *text,
                                          size_t capacity,
                                          size_t *length);
 
 // Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is often 0.
-//
-// The caller promises:
-// - `plan` is null or live.
-// - `bytes` is null, or can be written.
+// The caller promises: `plan` is null or live. `bytes` is null, or can be written.
 hattn_status hattn_forward_plan_workspace_size(const struct hattn_forward_plan *plan, size_t *bytes);
 
 // Computes the plan's problem.
@@ -718,10 +723,7 @@ hattn_status hattn_backward_supported(const struct hattn_backward_problem *probl
 // Makes a plan: chooses kernels and loads them. Writes the plan to `*plan`, or null on failure.
 //
 // It uses contexts as hattn_forward_plan_create does. hattn_backward_plan_destroy frees the plan.
-//
-// The caller promises:
-// - `problem` is as for hattn_backward_supported.
-// - `plan` is null, or can be written.
+// The caller promises: `problem` is as for hattn_backward_supported. `plan` is null, or can be written.
 hattn_status hattn_backward_plan_create(const struct hattn_backward_problem *problem,
                                         hattn_device device,
                                         struct hattn_backward_plan **plan);
@@ -739,10 +741,7 @@ hattn_status hattn_backward_plan_describe(const struct hattn_backward_plan *plan
 
 // Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is 0 on the CPU. On a GPU
 // the workspace holds the sums of dQ in single precision.
-//
-// The caller promises:
-// - `plan` is null or live.
-// - `bytes` is null, or can be written.
+// The caller promises: `plan` is null or live. `bytes` is null, or can be written.
 hattn_status hattn_backward_plan_workspace_size(const struct hattn_backward_plan *plan, size_t *bytes);
 
 // Computes the gradients of the plan's problem. Outputs are overwritten, not added to. Checks, streams and lifetimes are
@@ -759,10 +758,7 @@ hattn_status hattn_quantize_supported(const struct hattn_quantize_problem *probl
 // Makes a plan: chooses kernels and loads them. Writes the plan to `*plan`, or null on failure.
 //
 // It uses contexts as hattn_forward_plan_create does. hattn_quantize_plan_destroy frees the plan.
-//
-// The caller promises:
-// - `problem` is as for hattn_quantize_supported.
-// - `plan` is null, or can be written.
+// The caller promises: `problem` is as for hattn_quantize_supported. `plan` is null, or can be written.
 hattn_status hattn_quantize_plan_create(const struct hattn_quantize_problem *problem,
                                         hattn_device device,
                                         struct hattn_quantize_plan **plan);
@@ -779,10 +775,7 @@ hattn_status hattn_quantize_plan_describe(const struct hattn_quantize_plan *plan
                                           size_t *length);
 
 // Writes the size of the workspace that each run of the plan needs, in bytes, to `*bytes`. It is 0 on the CPU.
-//
-// The caller promises:
-// - `plan` is null or live.
-// - `bytes` is null, or can be written.
+// The caller promises: `plan` is null or live. `bytes` is null, or can be written.
 hattn_status hattn_quantize_plan_workspace_size(const struct hattn_quantize_plan *plan, size_t *bytes);
 
 // Quantises the given tensors. Checks, streams and lifetimes are those of hattn_forward_run. A forward pass on the same
