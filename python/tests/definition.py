@@ -3,10 +3,11 @@
 import torch
 
 
-def reference(q, k, v, keep, slopes=None, cap=None, sinks=None, scale=None, bias=None):
+def reference(q, k, v, keep, slopes=None, cap=None, sinks=None, scale=None, bias=None, factors=None):
     """O, the log-sum-exp and the maximum logits by torch's own operations, of [batch, seqlen, heads, head_dim].
 
-    The cap comes before the biases, and these before the mask. `bias` broadcasts to the scores.
+    The cap comes before the biases, and these before the mask. `bias` broadcasts to the scores. `factors` are what dropout
+    multiplies the weights by.
     """
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
@@ -27,6 +28,8 @@ def reference(q, k, v, keep, slopes=None, cap=None, sinks=None, scale=None, bias
         scores = torch.cat((scores, column), -1)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse[..., None].clamp(min=-1e30))[..., : k.shape[2]]
+    if factors is not None:
+        weights = weights * factors
     return (weights @ v).transpose(1, 2), lse, max_logits
 
 

@@ -87,10 +87,8 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
 // How the gradients of one problem are computed on one device. Plans are used as hattn_forward_plan.
 typedef struct hattn_backward_plan hattn_backward_plan;
 
-// How one forward problem is computed on one device: which kernel, with which tiles, in which order.
-//
+// How one forward problem is computed on one device: which kernel, which tiles, in which order. It holds no device memory.
 // A plan is made once and run as often as wanted. Many threads may run it at once, on any streams of the device.
-// It holds no device memory.
 typedef struct hattn_forward_plan hattn_forward_plan;
 
 // How Q, K and V are quantised to HATTN_E4M3 on one device. Plans are used as hattn_forward_plan.
@@ -157,7 +155,6 @@ typedef int32_t hattn_device;
 #define HATTN_CPU (-1)
 
 // A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
-//
 // The offset of an element from data, in elements, is the sum of index times stride over all dimensions. Their order is:
 // - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 // - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
@@ -237,8 +234,7 @@ typedef int32_t hattn_scaling;
 // floor((begin + 127 * i) / 128) on. Factors of no sequence are not read.
 #define HATTN_PER_BLOCK 2
 
-// Whether scores have a bias that grows with the distance of query and key (ALiBi), and which slopes there are: HATTN_ALIBI_NONE,
-// HATTN_ALIBI_PER_HEAD or HATTN_ALIBI_PER_BATCH.
+// Which biases scores have (ALiBi): HATTN_ALIBI_NONE, HATTN_ALIBI_PER_HEAD or HATTN_ALIBI_PER_BATCH.
 // The score of query i and key j, which is softmax_scale * q k or capped, loses slope * |i + offset - j|, before the mask.
 // offset is seqlen_kv - seqlen_q, of each sequence its own where lengths may differ. It is 0 if a mask is top-left.
 typedef int32_t hattn_alibi;
@@ -284,10 +280,8 @@ typedef int32_t hattn_bias_dims;
 // A forward pass, as numbers: O = softmax(mask(softmax_scale * Q K^T)) V. Begin with HATTN_FORWARD_PROBLEM_INIT.
 //
 // Shapes:
-// - Q: [batch, seqlen_q, heads_q, head_dim_qk]
-// - K: [batch, seqlen_kv, heads_kv, head_dim_qk]
-// - V: [batch, seqlen_kv, heads_kv, head_dim_vo]
-// - O: [batch, seqlen_q, heads_q, head_dim_vo]
+// - Q: [batch, seqlen_q, heads_q, head_dim_qk]. O: [batch, seqlen_q, heads_q, head_dim_vo]
+// - K: [batch, seqlen_kv, heads_kv, head_dim_qk]. V: [batch, seqlen_kv, heads_kv, head_dim_vo]
 //
 // Limits: seqlen_q + seqlen_kv < 2^30, batch * heads_q < 2^31, head dims < 2^31.
 // The CPU takes any head dims. On a GPU they are multiples of 8 (16 for HATTN_E4M3), up to those of the compiled kernels.
@@ -333,10 +327,9 @@ typedef struct hattn_forward_problem {
   hattn_scaling scaling;
   // 1: the largest magnitude of O is an output. 0: it is not. Must be 0 unless the operands are HATTN_E4M3.
   int32_t amax;
-  // 1: f16 score accumulation is allowed: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32, as the CPU does.
-  // Must be 0 unless the operands are HATTN_E4M3. The sums fit f16 where no stored element of Q or K is larger in
-  // magnitude than 14, and hattn_quantize_run then stores no larger ones. Results are right for any elements: if one is
-  // larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
+  // 1: a GPU may sum Q K^T in f16, which is faster. 0: it sums in f32, as the CPU does. Must be 0 unless operands are HATTN_E4M3.
+  // Sums fit f16 where no stored element of Q or K is larger in magnitude than 14, and hattn_quantize_run then stores no larger
+  // ones. If one is larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
   int32_t half_scores;
   // Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL. 0 or more and below
   // the GPU's number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.

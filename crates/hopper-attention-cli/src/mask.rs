@@ -158,7 +158,7 @@ impl<'a> Drawn<'a> {
         encoder.set_color(ColorType::Grayscale);
         encoder.set_depth(BitDepth::One);
         let row = |query: usize| {
-            let pixel = |key: usize| u8::from(self.kept(query, key..key + 1) == 0) << (7 - key % 8);
+            let pixel = move |key: usize| u8::from(self.kept(query, key..key + 1) == 0) << (7 - key % 8);
             let byte = move |first: usize| (first..self.keys.min(first + 8)).map(pixel).sum::<u8>();
             (0..self.keys).step_by(8).map(byte)
         };

@@ -558,7 +558,8 @@ impl Exact<'_> {
                     let at = i * queries.count + column;
                     kept[at] = row.lse != f64::NEG_INFINITY && self.kept.keep(batch, head, queries.first + column, key);
                     if !kept[at] {
-                        left[at] = false;
+                        // Also what is left of another head, which keeps the pair.
+                        (left[at], p_noise[at]) = (false, 0.0);
                         (scores[at], d_p[at], noise[at], of_delta[at]) = (0.0, 0.0, 0.0, 0.0);
                         continue;
                     }
