@@ -27,7 +27,7 @@ class Structs(unittest.TestCase):
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5, softcap=50.0, sm_margin=8, **beside).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual(
-            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (184, hattn.ABI_VERSION, 1, 0)
+            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (192, hattn.ABI_VERSION, 1, 0)
         )
         for name, _ in hattn.BackwardProblem._fields_:
             if name not in ("struct_size", "d_lse", "d_sinks", "d_bias", "deterministic"):

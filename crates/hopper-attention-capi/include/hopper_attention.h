@@ -55,20 +55,20 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
   { sizeof(hattn_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, {0, 0, 0, 0}, {0, 0, 0, 0} }
 #define HATTN_FORWARD_ARGS_INIT \
   { sizeof(hattn_forward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-    0, 0, 0 }
+    0, 0, 0, 0 }
 #define HATTN_BACKWARD_ARGS_INIT \
   { sizeof(hattn_backward_args), HATTN_ABI_VERSION, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-    0, 0, 0, 0 }
+    0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_TENSOR_INIT \
   { sizeof(hattn_quantize_tensor), HATTN_ABI_VERSION, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_ARGS_INIT \
@@ -372,6 +372,11 @@ typedef struct hattn_forward_problem {
   hattn_dtype bias;
   // Which dimensions the bias has beside the keys. 0 without a bias.
   hattn_bias_dims bias_dims;
+  // Probability, 0 to below 1, with which dropout makes a weight 0, rounded to a multiple of 1/32768. 0: no dropout.
+  // Other weights are multiplied by 1 / (1 - probability). The log-sum-exp is as without. On the CPU only. Not for HATTN_E4M3.
+  float dropout;
+  // Must be 0.
+  int32_t reserved;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -433,6 +438,9 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *full_block_idx;
   // The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says. Given exactly if the problem's bias is not 0.
   const struct hattn_tensor *bias;
+  // Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
+  // problem's dropout is not 0. A backward pass reads those of the forward pass.
+  const struct hattn_tensor *dropout_state;
 } hattn_forward_args;
 
 // The gradients of a forward pass with respect to Q, K and V, as numbers. Begin with HATTN_BACKWARD_PROBLEM_INIT.
@@ -480,6 +488,9 @@ typedef struct hattn_backward_problem {
   int32_t block_mask_most_partial;
   hattn_dtype bias;
   hattn_bias_dims bias_dims;
+  float dropout;
+  // Must be 0.
+  int32_t reserved;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.
@@ -525,6 +536,7 @@ typedef struct hattn_backward_args {
   // The additive bias, as in hattn_forward_args, and its gradient, overwritten: given exactly if the problem's d_bias is 1.
   const struct hattn_tensor *bias;
   const struct hattn_tensor *dbias;
+  const struct hattn_tensor *dropout_state;
 } hattn_backward_args;
 
 // How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
