@@ -157,12 +157,14 @@ impl<'a> Drawn<'a> {
         let mut encoder = Encoder::new(writer, self.keys as u32, self.queries as u32);
         encoder.set_color(ColorType::Grayscale);
         encoder.set_depth(BitDepth::One);
-        let row = |query: usize| {
-            let pixel = move |key: usize| u8::from(self.kept(query, key..key + 1) == 0) << (7 - key % 8);
-            let byte = move |first: usize| (first..self.keys.min(first + 8)).map(pixel).sum::<u8>();
-            (0..self.keys).step_by(8).map(byte)
-        };
-        let pixels: Vec<u8> = (0..self.queries).flat_map(row).collect();
+        let mut pixels = Vec::with_capacity(self.queries * self.keys.div_ceil(8));
+        for query in 0..self.queries {
+            for first in (0..self.keys).step_by(8) {
+                let keys = first..self.keys.min(first + 8);
+                let hidden = keys.filter(|&key| self.kept(query, key..key + 1) == 0);
+                pixels.push(hidden.map(|key| 1 << (7 - key % 8)).sum::<u8>());
+            }
+        }
         let mut writer = encoder.write_header()?;
         writer.write_image_data(&pixels)?;
         Ok(writer.finish()?)

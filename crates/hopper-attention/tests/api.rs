@@ -47,6 +47,7 @@ types! { OF_THE_CRATE:
     AlibiSlopes is Key;
     Arch is Key;
     Args<'static> is Shared;
+    AttnSlice is Key;
     BackwardArgs<'static> is Shared;
     BackwardPlan is Data;
     BackwardProblem is Key;
@@ -80,6 +81,7 @@ types! { OF_THE_CRATE:
     MaskClass is Key;
     Operand is Data;
     Operands is Data;
+    OwnedBlockLists is Data;
     Pass is Key;
     Presence is Key;
     QuantizeArgs<'static> is Shared;
@@ -89,6 +91,7 @@ types! { OF_THE_CRATE:
     Scaling is Key;
     SequenceOffsets is Shared;
     SequenceRows is Key;
+    SliceKind is Key;
     Slot is Key;
     Stream is Data;
     TensorMut<'static, bf16, 4> is Shared;

@@ -119,7 +119,7 @@ static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
 static void make_forward_problem(hattn_dtype dtype) {
   hattn_forward_problem p = HATTN_FORWARD_PROBLEM_INIT;
   const int has_lists = dtype != HATTN_E4M3 && one_in(3);
-  SET_NUMBERS(p, (dtype == HATTN_E4M3 || has_lists) && one_in(16));
+  SET_NUMBERS(p, has_lists ? one_in(4) : dtype == HATTN_E4M3 && one_in(16));
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
   if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F, p.max_logits = p.heads_q < 100 && one_in(3);
