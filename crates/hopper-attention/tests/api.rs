@@ -8,8 +8,8 @@ use std::ptr::null_mut;
 
 use hopper_attention::raw::{Place, RawArgs, RawTensor};
 use hopper_attention::reference::{
-    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, BiasNoise, Expected, MaxLogit, Noise, Oracle, Plain, Report,
-    RowScale, SinkNoise, Tensor, tolerance::Figures,
+    BackwardExpected, BackwardOracle, BackwardPlain, BackwardReport, BiasNoise, Expected, MaxLogit, Noise, Oracle,
+    Plain, Report, RowScale, SinkNoise, Tensor, tolerance::Figures,
 };
 use hopper_attention::*;
 use proptest::prelude::*;
