@@ -89,7 +89,7 @@ def one_of(block_mask: Any, attn_mask: Any) -> None:
 def lists_of_array(xp: Any, mask: Any, sizes: Tuple[int, int, int, int]) -> BlockLists:
     """The lists of a boolean array of numpy or CuPy (`xp`), for operands of these sizes: True keeps a pair."""
     if mask.dtype != bool:
-        raise TypeError(f"attn_mask: {mask.dtype}; allowed: booleans, where True keeps a pair")
+        raise TypeError(f"attn_mask: {mask.dtype}; allowed: booleans, where True keeps a pair, or floating-point numbers")
     batch, heads, rows, columns = of_four(mask.shape, sizes)
     q_blocks, k_blocks = blocks(rows), blocks(columns)
     # Pairs past the ends of the sequences are 0, and are not counted.

@@ -113,7 +113,7 @@ def _transformed() -> bool:
 def _of_bools(mask: Any, sizes: Tuple[int, int, int, int], device: torch.device) -> BlockLists:
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         what = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise TypeError(f"attn_mask: {what}; allowed: tensors of torch.bool, where True keeps a pair, or of floating-point numbers")
+        raise TypeError(f"attn_mask: {what}; allowed: tensors of torch.bool (True keeps a pair) or of floating-point numbers")
     shape = of_four(mask.shape, sizes)
 
     def make() -> BlockLists:

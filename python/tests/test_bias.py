@@ -63,10 +63,10 @@ class Arrays(unittest.TestCase):
                     self.assertEqual(d_bias.shape, bias.shape)
                     self.assertTrue((d_bias[..., 3] == 0).all())
                     # The quotient of differences along a random direction.
-                    direction = self.draw(*shape)
+                    direction = self.draw(*shape).astype("float64")
                     step, losses = 1e-4, []
                     for sign in (1, -1):
-                        losses.append((self.plain(bias + sign * step * direction, causal)[0] * d_o).sum())
+                        losses.append((self.plain(bias.astype("float64") + sign * step * direction, causal)[0] * d_o).sum())
                     found = (losses[0] - losses[1]) / (2 * step)
                     self.assertAlmostEqual((d_bias * direction).sum(), found, delta=2e-3)
 

@@ -416,7 +416,7 @@ class Arrays(unittest.TestCase):
         lists = hopper_attention.block_lists(kept, *self.qkv[:2])
         for kind, words, options in (
             (ValueError, "block_mask: given, and so is attn_mask", {"attn_mask": kept, "block_mask": lists}),
-            (TypeError, "attn_mask: float32; allowed: booleans", {"attn_mask": kept.astype("float32")}),
+            (TypeError, "attn_mask: int32; allowed: booleans", {"attn_mask": kept.astype("int32")}),
             (TypeError, "attn_mask: list; allowed: arrays of numpy", {"attn_mask": [True]}),
             (ValueError, r"attn_mask: shape \[300, 199\]", {"attn_mask": kept[:, 1:]}),
             (TypeError, "block_mask: ndarray; allowed for these arrays", {"block_mask": kept}),
