@@ -63,7 +63,7 @@ impl DropoutMask {
         let counter = [key_patch as u32, query_patch as u32, plane as u32, self.offset[0]];
         let words = philox::<7>(counter, [self.seed[0], self.seed[1] ^ self.offset[1]]);
         let word = words[key / 8 % 4];
-        let bits = if query / 8 % 2 == 0 { word & 0x7fff } else { word >> 16 & 0x7fff };
+        let bits = if (query / 8).is_multiple_of(2) { word & 0x7fff } else { word >> 16 & 0x7fff };
         bits >= self.dropout.dropped()
     }
 
