@@ -45,10 +45,22 @@ pub fn case(head_dim: usize, step: usize) -> impl Strategy<Value = Case> {
             let packing = Packing::default();
             let (seed, sinks, softcap) = (seed.into(), Sinks::None, 0.0);
             let (alibi, max_logits, blocks, dropout) = (Alibi::None, false, Blocks::None, 0.0);
-            #[rustfmt::skip]
-            return Case {
-                dims, mask, scale, lse, placement, values, seed, packing, sinks, softcap, alibi, max_logits, blocks, dropout,
-            };
+            Case {
+                dims,
+                mask,
+                scale,
+                lse,
+                placement,
+                values,
+                seed,
+                packing,
+                sinks,
+                softcap,
+                alibi,
+                max_logits,
+                blocks,
+                dropout,
+            }
         },
     )
 }
