@@ -543,6 +543,7 @@ mod tests {
         for (case, what) in [
             (fp8.case.clone().alibi(Alibi::Standard), "alibi with e4m3 operands"),
             (fp8.case.clone().max_logits(true), "max_logits with e4m3 operands"),
+            (fp8.case.clone().dropout(0.5), "dropout with e4m3 operands"),
         ] {
             let text = serde_json::to_string(&Problem { case, ..fp8.clone() }).unwrap();
             let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
@@ -586,6 +587,28 @@ mod tests {
         let text = serde_json::to_string(&Problem { case, ..fp8.clone() }).unwrap();
         let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
         assert!(error.contains("a bias with e4m3 operands"), "{error}");
+    }
+
+    #[test]
+    fn dropout_is_drawn_for_the_cpu() {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = |for_gpu| (0..600).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
+        let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
+        // No kernel has it.
+        assert!(on_gpu.iter().all(|problem| problem.case.dropout == 0.0));
+        for pass in [Pass::Forward, Pass::Backward] {
+            let of_pass = || on_cpu.iter().filter(|problem| problem.pass == pass);
+            let share =
+                of_pass().filter(|problem| problem.case.dropout > 0.0).count() as f64 / of_pass().count() as f64;
+            assert!((0.15..0.35).contains(&share), "{pass:?}: {share}");
+            assert!(random::DROPOUTS.iter().all(|p| of_pass().any(|problem| problem.case.dropout == *p)), "{pass:?}");
+        }
+        // A file that has no probability is refused by name.
+        let with = on_cpu.iter().find(|problem| problem.case.dropout == 0.5).unwrap();
+        let text = serde_json::to_string(with).unwrap();
+        assert_eq!(serde_json::from_str::<Problem>(&text).unwrap(), *with);
+        let error = serde_json::from_str::<Problem>(&text.replace("\"dropout\":0.5", "\"dropout\":1.5")).unwrap_err();
+        assert!(error.to_string().contains("dropout: 1.5; allowed: 0 to below 1"), "{error}");
     }
 
     #[test]
