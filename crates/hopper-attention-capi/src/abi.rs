@@ -722,17 +722,15 @@ layouts! {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, workspace 48, workspace_bytes 56,
         descale_q 64, descale_k 72, descale_v 80, scale_o 88, amax 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136,
-        alibi_slopes 144, max_logits 152,
-        mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
-        bias 200, dropout_state 208,
+        alibi_slopes 144, max_logits 152, mask_block_cnt 160, mask_block_idx 168, mask_bits 176,
+        full_block_cnt 184, full_block_idx 192, bias 200, dropout_state 208,
     }
     hattn_backward_args: 104 to 224 bytes {
         struct_size 0, abi_version 4, q 8, k 16, v 24, o 32, lse 40, d_o 48, d_lse 56, d_q 64, d_k 72, d_v 80,
         workspace 88, workspace_bytes 96,
         cu_seqlens_q 104, cu_seqlens_kv 112, seqused_q 120, seqused_kv 128, sinks 136, d_sinks 144,
-        alibi_slopes 152,
-        mask_block_cnt 160, mask_block_idx 168, mask_bits 176, full_block_cnt 184, full_block_idx 192,
-        bias 200, dbias 208, dropout_state 216,
+        alibi_slopes 152, mask_block_cnt 160, mask_block_idx 168, mask_bits 176,
+        full_block_cnt 184, full_block_idx 192, bias 200, dbias 208, dropout_state 216,
     }
     hattn_quantize_tensor: 40 to 40 bytes {
         struct_size 0, abi_version 4, values 8, stored 16, descale 24, given 32, reserved 36,
