@@ -184,7 +184,7 @@ impl CustomOp3 for Attention {
         }
         let lse = self.lse.get().ok_or_else(|| missing("lse"))?;
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
-        let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
+        let sinks = self.sinks.as_ref();
         let (options, slopes, rest) = (&self.options, self.slopes.as_ref(), OnceLock::new());
         let lists = self.lists();
         let gradients = Gradients { options, lists, sinks, slopes, o, lse, d_o: &d_o, rest };
