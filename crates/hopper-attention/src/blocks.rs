@@ -97,7 +97,7 @@ impl BlockTable {
         let mask = problem.block_mask().unwrap_or(crate::problem::BlockMask::new(0));
         let shape = mask.shape(&problem.dims());
         let [batch, heads, queries, keys] = shape;
-        let blocks = batch * heads * queries * keys;
+        let blocks = shape.iter().fold(1usize, |blocks, &size| blocks.saturating_mul(size));
         let (mut kinds, need) = (Vec::new(), blocks.saturating_mul(size_of::<BlockKind>()));
         kinds.try_reserve_exact(blocks).map_err(|_| Error::Memory { what: "a table of blocks", need })?;
         kinds.resize(blocks, BlockKind::Hidden);
