@@ -43,7 +43,11 @@ fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<(
     };
     describe(args, &request, &choice);
     let tensors = report::busy("reading", || request.read())?;
-    tensors.iter().for_each(|(slot, values)| warn_nonfinite(*slot, values));
+    tensors.iter().for_each(|(slot, values)| match slot {
+        // -inf hides a pair.
+        Slot::Bias => warn_nan(*slot, values),
+        _ => warn_nonfinite(*slot, values),
+    });
     execute(args, &request, &choice, tensors, output, check)
 }
 

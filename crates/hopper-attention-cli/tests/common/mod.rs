@@ -235,7 +235,7 @@ impl Written {
             })
             .collect();
         let names = gradients.keys().map(String::as_str);
-        let mut names: Vec<&str> = names.filter(|&name| name != "max_logits").collect();
+        let mut names: Vec<&str> = names.filter(|&name| !["max_logits", "dbias"].contains(&name)).collect();
         names.sort_unstable();
         assert!(names.is_empty() || names == ["d_k", "d_q", "d_v"], "tensors other than gradients: {names:?}");
         Self {
