@@ -278,6 +278,9 @@ impl Exact<'_> {
 
         let mut o = vec![0.0; queries.count * dim];
         self.values.add_weighted([batch, head_kv], keys, &p, &kept, &mut o);
+        // Scores count also where dropout drops all pairs of a row.
+        let of_rows = o.chunks_mut(dim.max(1)).zip(&soft);
+        of_rows.filter(|(_, soft)| soft.sum.is_nan()).for_each(|(row, _)| row.fill(f64::NAN));
         // The products of V and O, of what is finite. They take the place of the scores.
         let finite: Vec<f64> = o.iter().map(|&o| if o.is_finite() { o } else { 0.0 }).collect();
         let finite = Matrix::dense(&finite, queries.count, dim);
