@@ -338,7 +338,7 @@ mod tests {
             let mut fuzz = Fuzz::new(11, for_gpu);
             let mut pairs = std::collections::BTreeMap::<_, usize>::new();
             let mut seen = std::collections::BTreeSet::new();
-            for problem in (0..2000).map(|_| fuzz.draw().unwrap().problem()).filter(|x| x.pass != Pass::Quantize) {
+            for problem in (0..8000).map(|_| fuzz.draw().unwrap().problem()).filter(|x| x.pass != Pass::Quantize) {
                 let names = modifiers(&problem);
                 for (i, a) in names.iter().enumerate() {
                     seen.insert(*a);
@@ -353,7 +353,7 @@ mod tests {
                 if never(a, b, for_gpu) {
                     assert_eq!(drawn, 0, "{a} with {b}, for a GPU: {for_gpu}");
                 } else {
-                    assert!(drawn >= 5, "{a} with {b}, for a GPU: {for_gpu}: {drawn} of 2000");
+                    assert!(drawn >= 5, "{a} with {b}, for a GPU: {for_gpu}: {drawn} of 8000");
                 }
             }
         }

@@ -81,10 +81,10 @@ fn operands_are_there_as_the_options_say() {
     let presence = |problem: &ForwardProblem| problem.operands().iter().map(|row| row.presence()).collect::<Vec<_>>();
     let plain = ForwardProblem::builder(DType::BF16, DIMS).build().unwrap();
     assert_eq!(presence(&plain)[..4], [Required; 4]);
-    assert_eq!(presence(&plain)[4..], [Refused; 19]);
+    assert_eq!(presence(&plain)[4..], [Refused; 20]);
     let fp8 = ForwardProblem::builder(DType::E4M3, DIMS).lse(true).amax(true).output(DType::E4M3).build().unwrap();
     assert_eq!(presence(&fp8)[..10], [Required; 10]);
-    assert_eq!(presence(&fp8)[10..], [Refused; 13]);
+    assert_eq!(presence(&fp8)[10..], [Refused; 14]);
     let row = |slot| *fp8.operands().find(slot).unwrap();
     assert_eq!((row(Slot::O).dtype(), row(Slot::Lse).shape()), (DType::E4M3, &[2, 6, 5][..]));
 }
