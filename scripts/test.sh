@@ -147,8 +147,8 @@ for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main
 done | sort -u); do
   case $name in
     accuracy | cpu | cpu_* | edges | fp8_accuracy | fp8_long | training | visits) ;; # tests/
-    alibi | blocks | compile_fail | no_memory | packed_fp8 | processes | quantize | range) ;; # crates/hopper-attention
-    shared_buffer | sinks | softcap | uninitialised) ;;
+    alibi | bias | block_lists | blocks | compile_fail | dropout | no_memory | packed_fp8 | processes) ;; # crates/hopper-attention
+    quantize | range | shared_buffer | sinks | softcap | uninitialised) ;;
     dependencies | fuzz_files) ;;
     *) targets+=(--test "$name") ;;
   esac
