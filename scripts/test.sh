@@ -50,17 +50,17 @@ complaint() {
   fi
 }
 
-# room: the megabytes that the disk has left.
-room() { df --output=avail -m "$target" | tail -n 1 | tr -d ' '; }
-# make_room FOLDER...: where the disk has less than HATTN_TEST_ROOM megabytes left, removes these folders' test programs, which have
+# free_disk: the megabytes that the disk has left.
+free_disk() { df --output=avail -m "$target" | tail -n 1 | tr -d ' '; }
+# spare_disk FOLDER...: where the disk has less than HATTN_TEST_FREE_MB megabytes left, removes these folders' test programs, which have
 # run, and lints' results. Another run of this script makes them again.
-make_room() {
+spare_disk() {
   local before
-  before=$(room)
-  [ "$before" -lt "${HATTN_TEST_ROOM:-20000}" ] || return 0
+  before=$(free_disk)
+  [ "$before" -lt "${HATTN_TEST_FREE_MB:-20000}" ] || return 0
   rm -rf "$target/integrations-lint"
   find "$@" -maxdepth 1 -type f -perm -u+x ! -name '*.so' -size +1M -delete
-  echo "== room: the disk had $before MB left, and has $(room) MB without programs that have run"
+  echo "== disk: it had $before MB left, and has $(free_disk) MB without programs that have run"
 }
 
 # Versions of clang-format disagree with each other. So only the one that the sources were formatted with is used.
@@ -135,11 +135,11 @@ step clippy-integrations env HATTN_NO_KERNELS=1 NVCC="$PWD/scripts/candle_nvcc.s
   cargo clippy "${integrations[@]}" --features hopper-attention-integration-tests/cuda --all-targets \
   --target-dir "$target/integrations-lint" -- -D warnings
 
-make_room "$target/debug/deps" "$target/debug/examples" integrations/target/debug/deps
+spare_disk "$target/debug/deps" "$target/debug/examples" integrations/target/debug/deps
 
 # With CUDA. Always for the whole workspace: to Cargo another selection of packages is another set of features, and it would
 # compile the crates again. Left out are tests that have just run and do the same with the feature: what runs on the CPU, what must
-# not compile, the dependency rules. Each test program with the feature holds all kernels, 90 MB: a small disk has no room for more.
+# not compile, the dependency rules. Each test program with the feature holds all kernels, 90 MB: a small disk does not hold more.
 # Lints need no kernels. (To Cargo, Clippy's build script is not that of the tests, so the variable does not disturb them.)
 targets=()
 for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main.rs}; do
@@ -156,7 +156,7 @@ done
 step clippy-cuda env HATTN_NO_KERNELS=1 cargo clippy --workspace --features cuda --all-targets -- -D warnings
 step test-cuda cargo test --workspace --features cuda --lib --bins "${targets[@]}" --no-fail-fast -- --show-output
 step test-cuda-doc cargo test --workspace --features cuda --doc --no-fail-fast
-make_room "$target/debug/deps"
+spare_disk "$target/debug/deps"
 # One test of the workspace stands for all: with it Cargo selects the features that the tests had, and compiles nothing again.
 step test-capi env HATTN_TEST_CARGO_FLAGS="--workspace --test header" scripts/capi_test.sh --only installed
 # What is written in C++ for torch, with the library that the step before has installed.

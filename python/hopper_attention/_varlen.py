@@ -14,7 +14,18 @@ import torch
 from . import abi
 from ._block_lists import fields_of
 from ._calls import Call, prepared
-from ._plans import Hints, Window, alibi_of, bias_fields, check_list, hints_of, lists_of, output_shapes, packed_problem, softcap_of
+from ._plans import (
+    Hints,
+    Window,
+    alibi_of,
+    bias_fields,
+    check_list,
+    hints_of,
+    lists_of,
+    output_shapes,
+    packed_problem,
+    softcap_of,
+)
 from ._sinks import operand
 from ._torch import (
     DTYPES,

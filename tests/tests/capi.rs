@@ -536,7 +536,8 @@ fn bad_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200 \
+         (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
          4096 if the fields that this library does not know are 0",
     );
     refused(|p| p.abi_version = 0, HATTN_ERROR_ABI, "problem: abi_version 0; allowed: 1");
@@ -686,7 +687,8 @@ fn bad_backward_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192 (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192 \
+         (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
          the fields that this library does not know are 0",
     );
     refused(|p| p.d_lse = 2, HATTN_ERROR_ARGUMENT, "d_lse: 2; allowed: 0 (not given), 1 (given)");

@@ -2,6 +2,7 @@
 //! so do the kernels.
 
 use crate::error::{Error, Result};
+use crate::memory::reserved;
 use crate::operand::Slot;
 use crate::problem::{ForwardProblem, MASK_BLOCK, MASK_BLOCK_WORDS};
 
@@ -98,8 +99,7 @@ impl BlockTable {
         let shape = mask.shape(&problem.dims());
         let [batch, heads, queries, keys] = shape;
         let blocks = shape.iter().fold(1usize, |blocks, &size| blocks.saturating_mul(size));
-        let (mut kinds, need) = (Vec::new(), blocks.saturating_mul(size_of::<BlockKind>()));
-        kinds.try_reserve_exact(blocks).map_err(|_| Error::Memory { what: "a table of blocks", need })?;
+        let mut kinds = reserved("a table of blocks", blocks)?;
         kinds.resize(blocks, BlockKind::Hidden);
         let mut table = Self { shape, kinds };
         for place in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..queries).map(move |q| [b, h, q]))) {

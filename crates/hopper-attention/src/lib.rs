@@ -218,6 +218,7 @@ mod error;
 mod launch;
 mod layout;
 mod mask;
+mod memory;
 mod operand;
 mod philox;
 mod plan;

@@ -267,7 +267,10 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
     /// Run the problem of this file again, which an earlier run wrote
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "dropout", "max_logits", "keep_going", "near", "output"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "dropout", "max_logits", "keep_going", "near",
+        "output",
+    ])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
     #[arg(long, short, value_name = "FILE", default_value = "hattn-fuzz.json")]

@@ -3,11 +3,14 @@
 use crate::blocks::BlockLists;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::memory::reserved;
 use crate::operand::Slot;
 use crate::problem::{BlockMask, Dims, MASK_BLOCK, MASK_BLOCK_WORDS};
 use crate::run::Args;
 use crate::tensor::TensorRef;
 
+/// What the lists are called where memory lacks.
+const LISTS: &str = "lists of blocks";
 /// The words of a query in a partial block.
 const QUERY_WORDS: usize = MASK_BLOCK / 32;
 
@@ -112,11 +115,11 @@ impl OwnedBlockLists {
         let mut made = Self {
             form,
             shape,
-            counts: reserved(rows)?,
-            indices: reserved(rows.saturating_mul(kv_blocks))?,
+            counts: reserved(LISTS, rows)?,
+            indices: reserved(LISTS, rows.saturating_mul(kv_blocks))?,
             bits: Vec::new(),
-            full_counts: reserved(rows)?,
-            full_indices: reserved(rows.saturating_mul(kv_blocks))?,
+            full_counts: reserved(LISTS, rows)?,
+            full_indices: reserved(LISTS, rows.saturating_mul(kv_blocks))?,
         };
         let (mut of_rows, mut kept) = (Rows::new(kv_blocks)?, Vec::new());
         for (batch, head) in (0..batch).flat_map(|batch| (0..heads).map(move |head| (batch, head))) {
@@ -148,7 +151,7 @@ impl OwnedBlockLists {
                 self.indices.push(kv_block);
                 let at = self.bits.len();
                 let need = (at + MASK_BLOCK_WORDS).saturating_mul(size_of::<i32>());
-                let short = |_| Error::Memory { what: "lists of blocks", need };
+                let short = |_| Error::Memory { what: LISTS, need };
                 self.bits.try_reserve(MASK_BLOCK_WORDS).map_err(short)?;
                 self.bits.resize(at + MASK_BLOCK_WORDS, 0);
                 rows.bits(kv_block as usize, &mut self.bits[at..]);
@@ -172,7 +175,7 @@ impl OwnedBlockLists {
             return Ok(());
         }
         let words = most * MASK_BLOCK_WORDS;
-        let mut bits = reserved(self.counts.len().saturating_mul(words))?;
+        let mut bits = reserved(LISTS, self.counts.len().saturating_mul(words))?;
         let mut from = 0;
         for (row, &count) in self.counts.iter().enumerate() {
             let of_row = count as usize * MASK_BLOCK_WORDS;
@@ -227,13 +230,6 @@ impl OwnedBlockLists {
     }
 }
 
-/// A list with room for so many numbers.
-fn reserved(numbers: usize) -> Result<Vec<i32>> {
-    let (mut list, need) = (Vec::new(), numbers.saturating_mul(size_of::<i32>()));
-    list.try_reserve_exact(numbers).map_err(|_| Error::Memory { what: "lists of blocks", need })?;
-    Ok(list)
-}
-
 /// What the queries of one block keep.
 struct Rows {
     /// The keys of all queries, one after the other: in order, with gaps between them.
@@ -248,7 +244,7 @@ struct Rows {
 
 impl Rows {
     fn new(kv_blocks: usize) -> Result<Self> {
-        let mut whole = reserved(kv_blocks.saturating_add(1))?;
+        let mut whole = reserved(LISTS, kv_blocks.saturating_add(1))?;
         whole.resize(kv_blocks + 1, 0);
         Ok(Self { kept: Vec::new(), ends: Vec::new(), whole, touched: vec![false; kv_blocks] })
     }

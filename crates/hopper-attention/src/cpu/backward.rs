@@ -15,14 +15,13 @@ use std::ops::Range;
 use super::additive::{self, Additive, AdditiveMut};
 use super::alibi::{Bias, Slopes};
 use super::block::{self, Block, Keys};
-use super::dropout::Drops;
+use super::dropout::{Drops, zero};
 use super::listed::{self, ListInputs, Listed};
 use super::matmul::{self, Matrix, matmul};
 use super::memory::reserved;
 use super::sequences::{Sequence, Sequences};
 use super::sinks::{self, Sinks};
 use super::softcap::capped;
-use super::tile::zero;
 use super::{Blocks, HostMut, HostRef, Task, Tasks, Team, WALKED, fill_gaps, load};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
@@ -170,7 +169,7 @@ impl<T> Scratch<T> {
             d_o: reserved(queries * head_dim_vo)?,
             rows: reserved(queries)?,
             kept: reserved(queries)?,
-            dropped: reserved(pairs)?,
+            dropped: reserved(if problem.forward().dropout().is_some() { pairs } else { 0 })?,
             p: reserved(pairs)?,
             d_s: reserved(pairs)?,
             token_sums: reserved(tokens * head_dim_qk)?,
@@ -251,9 +250,8 @@ fn of_queries<T: Float>(
         inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), keys.clone(), biases);
         let block =
             Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs).with_bias(biases);
-        drop_pairs(drops.as_ref(), task.tokens.clone(), keys, dropped);
-        let factor = Drops::factor(drops.as_ref());
-        let of_pairs = OfPairs { alibi: bias, first_key: first, biases, capped: true, dropped, factor };
+        Drops::pairs(drops.as_ref(), task.tokens.clone(), keys, dropped);
+        let of_pairs = OfPairs { alibi: bias, first_key: first, biases, capped: true, dropped };
         weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
     }
@@ -281,11 +279,9 @@ fn of_keys<T: Float>(
         sums.resize(like.len(), 0.0);
     }
     let of_queries = &task.sequence.q;
-    let mut factor = 1.0;
     for head in task.head * group..(task.head + 1) * group {
         let bias = Bias::of(problem.forward(), &inputs.alibi, &task.sequence, head);
         let drops = Drops::of(problem.forward(), inputs.dropout_state, &task.sequence, head);
-        factor = Drops::factor(drops.as_ref());
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
             let pairs = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start);
@@ -303,9 +299,9 @@ fn of_keys<T: Float>(
             load(&inputs.d_o, of_queries, head, queries.clone(), d_o);
             inputs.bias.load([task.rows.batch, head], queries.clone(), task.tokens.clone(), biases);
             let block = block.of_pairs(pairs).with_bias(biases);
-            drop_pairs(drops.as_ref(), queries, task.tokens.clone(), dropped);
+            Drops::pairs(drops.as_ref(), queries, task.tokens.clone(), dropped);
             let first_key = task.tokens.start;
-            let of_pairs = OfPairs { alibi: bias, first_key, biases, capped: true, dropped, factor };
+            let of_pairs = OfPairs { alibi: bias, first_key, biases, capped: true, dropped };
             weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
             zero(dropped, p);
             block.without(dropped).sum_over_queries(p, d_o, dims.head_dim_vo, d_v);
@@ -313,7 +309,7 @@ fn of_keys<T: Float>(
         }
     }
     round(d_k, problem.softmax_scale(), of_tokens);
-    round(d_v, factor, of_values);
+    round(d_v, problem.forward().dropout_factor(), of_values);
 }
 
 /// What is done to the pairs of a block.
@@ -328,8 +324,6 @@ struct OfPairs<'a> {
     capped: bool,
     /// Whether dropout drops a pair, `[queries, keys]`. Empty where it drops none.
     dropped: &'a [bool],
-    /// What dropout multiplies the other weights by.
-    factor: f32,
 }
 
 /// Computes dBias of some keys of the bias, into `scratch`: for each query, or the sum over the queries that share it. `shape` is that
@@ -374,9 +368,8 @@ fn of_biases<T: Float>(
                 load(&inputs.d_o, &of_queries, head, queries.clone(), d_o);
                 inputs.bias.load([batch, head], queries.clone(), task.tokens.clone(), biases);
                 let block = block.of_pairs(pairs).with_bias(biases);
-                drop_pairs(drops.as_ref(), queries.clone(), task.tokens.clone(), dropped);
-                let factor = Drops::factor(drops.as_ref());
-                let of_pairs = OfPairs { alibi, first_key: task.tokens.start, biases, capped: false, dropped, factor };
+                Drops::pairs(drops.as_ref(), queries.clone(), task.tokens.clone(), dropped);
+                let of_pairs = OfPairs { alibi, first_key: task.tokens.start, biases, capped: false, dropped };
                 weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
                 for (query, d_s) in queries.zip(d_s.chunks_exact(task.tokens.len())) {
                     let row = if shape[2] == 1 { 0 } else { query };
@@ -385,14 +378,6 @@ fn of_biases<T: Float>(
                 }
             }
         }
-    }
-}
-
-/// Fills `dropped` with which pairs of these queries and keys dropout drops, `[queries, keys]`. It is empty where there is no dropout.
-fn drop_pairs(drops: Option<&Drops>, queries: Range<usize>, keys: Range<usize>, dropped: &mut Vec<bool>) {
-    dropped.clear();
-    if let Some(drops) = drops {
-        queries.for_each(|query| drops.row(query, keys.start, keys.len(), dropped));
     }
 }
 
@@ -417,7 +402,8 @@ fn weights(
         matmul(scale, Matrix::new(a, queries, dim), Matrix::new(b, keys, dim).transposed(), 0.0, out);
     }
     if !of_pairs.dropped.is_empty() {
-        d_s.iter_mut().for_each(|d_p| *d_p *= of_pairs.factor);
+        let factor = problem.forward().dropout_factor();
+        d_s.iter_mut().for_each(|d_p| *d_p *= factor);
         zero(of_pairs.dropped, d_s);
     }
     let pairs = p.chunks_exact_mut(keys).zip(d_s.chunks_exact_mut(keys));

@@ -1,6 +1,8 @@
 //! Dropout: which weights become 0. `reference/dropout.rs` has the definition, pair by pair. Here neighbouring keys of a query
 //! share calls of the generator.
 
+use std::ops::Range;
+
 use super::sequences::Sequence;
 use crate::philox::philox;
 use crate::problem::ForwardProblem;
@@ -15,7 +17,6 @@ pub(super) struct Drops {
     key: [u32; 2],
     /// The last two words of the counter: the head of the sequence, and the low half of the offset.
     place: [u32; 2],
-    factor: f32,
 }
 
 impl Drops {
@@ -25,21 +26,19 @@ impl Drops {
         let [seed_low, seed_high, offset_low, offset_high] = state?.map(|word| word as u32);
         // Batch entries times heads are below 2^31.
         let head = (sequence.q.sequence * problem.dims().heads_q + head) as u32;
-        Some(Self {
-            dropped: dropout.dropped(),
-            key: [seed_low, seed_high ^ offset_high],
-            place: [head, offset_low],
-            factor: dropout.factor() as f32,
-        })
+        Some(Self { dropped: dropout.dropped(), key: [seed_low, seed_high ^ offset_high], place: [head, offset_low] })
     }
 
-    /// What the weights are multiplied by that stay.
-    pub fn factor(drops: Option<&Self>) -> f32 {
-        drops.map_or(1.0, |drops| drops.factor)
+    /// Fills `out` with whether pairs of these queries and keys are dropped, `[queries, keys]`. It is empty where nothing is dropped.
+    pub fn pairs(drops: Option<&Self>, queries: Range<usize>, keys: Range<usize>, out: &mut Vec<bool>) {
+        out.clear();
+        if let Some(drops) = drops {
+            queries.for_each(|query| drops.row(query, keys.start, keys.len(), out));
+        }
     }
 
     /// Adds to `out` for neighbouring keys, from `first_key` on, whether the pair with the query is dropped.
-    pub fn row(&self, query: usize, first_key: usize, keys: usize, out: &mut Vec<bool>) {
+    fn row(&self, query: usize, first_key: usize, keys: usize, out: &mut Vec<bool>) {
         let (query_patch, shift) = ((query / 16 * 8 + query % 8) as u32, query / 8 % 2 * 16);
         let end = first_key + keys;
         for first in (first_key / KEYS * KEYS..end).step_by(KEYS) {
@@ -55,6 +54,11 @@ impl Drops {
             out.extend_from_slice(&of_group[first_key.max(first) - first..end.min(first + KEYS) - first]);
         }
     }
+}
+
+/// Makes the weights of dropped pairs 0.
+pub(super) fn zero(dropped: &[bool], weights: &mut [f32]) {
+    weights.iter_mut().zip(dropped).for_each(|(weight, &dropped)| *weight = if dropped { 0.0 } else { *weight });
 }
 
 #[cfg(test)]
@@ -82,7 +86,7 @@ mod tests {
                 let want = (first..first + keys).map(|key| !mask.keeps(batch, head, query, key));
                 assert!(row[1..].iter().copied().eq(want), "{batch} {head} {query} {first} {keys}");
             }
-            assert!(Drops::of(&none, state, &sequence, head).is_none() && Drops::factor(None) == 1.0);
+            assert!(Drops::of(&none, state, &sequence, head).is_none() && none.dropout_factor() == 1.0);
         }
     }
 }

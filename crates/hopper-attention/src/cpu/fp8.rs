@@ -116,8 +116,7 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
         check_factor("scale_o", *scale_o, false, || "".into())?;
     }
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
-    let mut team =
-        Team::new(tasks.count(), || Ok(Scratch { tile: tile::Scratch::new(dims, blocks, false)?, amax: 0.0 }))?;
+    let mut team = Team::new(tasks.count(), || Ok(Scratch { tile: tile::Scratch::new(problem, blocks)?, amax: 0.0 }))?;
     matmul::check_memory(team.threads())?;
     let compute = |scratch: &mut Scratch<O>, task: &Task| compute_tile(problem, inputs, blocks, task, scratch);
     let mut amax = 0.0;

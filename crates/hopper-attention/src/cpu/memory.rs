@@ -1,18 +1,16 @@
-//! Memory whose lack is an error. The collections of the standard library end the process instead.
+//! Buffers of the backend, whose lack is an error.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// An empty vector with a capacity of `len` elements.
 pub(super) fn reserved<T>(len: usize) -> Result<Vec<T>> {
-    let mut made = Vec::new();
-    let need = len.saturating_mul(size_of::<T>());
-    made.try_reserve_exact(len).map_err(|_| Error::Memory { what: "buffers of the CPU backend", need })?;
-    Ok(made)
+    crate::memory::reserved("buffers of the CPU backend", len)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn more_than_there_is_is_an_error() {

@@ -101,7 +101,7 @@ pub(crate) fn forward<T: Float>(
     let sequences = Sequences::new(problem, &inputs.lengths)?;
     let listed = Listed::new(problem, inputs.lists.as_ref())?;
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
-    let mut team = Team::new(tasks.count(), || tile::Scratch::new(dims, blocks, problem.bias().is_some()))?;
+    let mut team = Team::new(tasks.count(), || tile::Scratch::new(problem, blocks))?;
     let mut max_logits = reserved(if outputs.max_logits.is_some() { dims.heads_q } else { 0 })?;
     matmul::check_memory(team.threads())?;
     if outputs.max_logits.is_some() {

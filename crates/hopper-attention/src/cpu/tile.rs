@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::additive;
 use super::alibi::Bias;
 use super::block::{self, Block, Keys};
-use super::dropout::Drops;
+use super::dropout::{Drops, zero};
 use super::listed::{self, Listed};
 use super::matmul::{Matrix, matmul};
 use super::memory::reserved;
@@ -14,7 +14,7 @@ use super::softcap::cap;
 use super::{BLOCK, Blocks, Inputs, Task, load};
 use crate::dtype::Float;
 use crate::error::Result;
-use crate::problem::{Dims, ForwardProblem};
+use crate::problem::ForwardProblem;
 
 /// Buffers that a thread uses again for its next task. They are large enough for the largest task, so that a task allocates nothing.
 pub(super) struct Scratch<T> {
@@ -39,8 +39,8 @@ pub(super) struct Scratch<T> {
 }
 
 impl<T> Scratch<T> {
-    /// `biased` says whether there is an additive bias.
-    pub fn new(dims: Dims, blocks: Blocks, biased: bool) -> Result<Self> {
+    pub fn new(problem: &ForwardProblem, blocks: Blocks) -> Result<Self> {
+        let dims = problem.dims();
         let (queries, keys) = (blocks.tokens.min(dims.seqlen_q), blocks.walked.min(dims.seqlen_kv));
         Ok(Self {
             o: reserved(queries * dims.head_dim_vo)?,
@@ -51,9 +51,9 @@ impl<T> Scratch<T> {
             v: reserved(keys * dims.head_dim_vo)?,
             scores: reserved(queries * keys)?,
             sums: reserved(queries * dims.head_dim_vo)?,
-            biases: reserved(if biased { queries * keys } else { 0 })?,
+            biases: reserved(if problem.bias().is_some() { queries * keys } else { 0 })?,
             kept: reserved(queries)?,
-            dropped: reserved(queries * keys)?,
+            dropped: reserved(if problem.dropout().is_some() { queries * keys } else { 0 })?,
         })
     }
 }
@@ -129,17 +129,14 @@ pub(super) fn forward<T: Float>(
             block.hide(query - task.tokens.start, f32::NEG_INFINITY, scores);
             row.step(&mut scores[kept.clone()], sums);
         }
-        dropped.clear();
-        if let Some(drops) = &drops {
-            // The sums of the weights, and with them the LSE, are those of all pairs.
-            task.tokens.clone().for_each(|query| drops.row(query, first, keys, dropped));
-            zero(dropped, scores);
-        }
+        // The sums of the weights, and with them the LSE, are those of all pairs.
+        Drops::pairs(drops.as_ref(), task.tokens.clone(), first..first + keys, dropped);
+        zero(dropped, scores);
         block.without(dropped).sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
 
     *max_logit = rows.iter().fold(f32::NEG_INFINITY, |largest, row| largest.max(row.max));
-    let (sink, factor) = (inputs.sinks.of(task.head), Drops::factor(drops.as_ref()));
+    let (sink, factor) = (inputs.sinks.of(task.head), problem.dropout_factor());
     o.clear();
     lse.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
@@ -179,11 +176,6 @@ impl RowState {
             sums.iter_mut().for_each(|sum| *sum *= correction);
         }
     }
-}
-
-/// Makes the weights of dropped pairs 0.
-pub(super) fn zero(dropped: &[bool], weights: &mut [f32]) {
-    weights.iter_mut().zip(dropped).for_each(|(weight, &dropped)| *weight = if dropped { 0.0 } else { *weight });
 }
 
 /// Folds the values in sixteen lanes, so that the compiler may use vectors. The order depends on the length only.

@@ -114,20 +114,14 @@ pub(super) fn fitting<'a>(
         rows,
         |row| row.packs || !problem.has_lengths(),
         |rows| {
-            let pass = if is_backward(rows) { "backward " } else { "" };
-            let arch = list(rows, |row| row.arch.to_string());
-            let wanted = format!("packed sequences or used lengths with {pass}{arch} kernels for {dtype}");
+            let wanted = format!("packed sequences or used lengths with {}", kernels_of(rows, dtype));
             (wanted, "Device::cpu(), or one problem for each length".into())
         },
     )?;
     let rows = filter_rows(
         rows,
         |_| problem.bias().is_none(),
-        |rows| {
-            let pass = if is_backward(rows) { "backward " } else { "" };
-            let arch = list(rows, |row| row.arch.to_string());
-            (format!("a bias with {pass}{arch} kernels for {dtype}"), "Device::cpu(), or no bias".into())
-        },
+        |rows| (format!("a bias with {}", kernels_of(rows, dtype)), "Device::cpu(), or no bias".into()),
     )?;
     let modifiers = modifiers(problem);
     let modified = !modifiers.is_empty();
@@ -135,9 +129,7 @@ pub(super) fn fitting<'a>(
         rows,
         |row| if modified { row.takes_modifiers() } else { !row.needs_modifiers() },
         |rows| {
-            let pass = if is_backward(rows) { "backward " } else { "" };
-            let arch = list(rows, |row| row.arch.to_string());
-            let kernels = format!("{pass}{arch} kernels for {dtype}");
+            let kernels = kernels_of(rows, dtype);
             match modified {
                 true => {
                     let (with, names): (Vec<_>, Vec<_>) = modifiers.iter().cloned().unzip();
@@ -163,11 +155,7 @@ pub(super) fn fitting<'a>(
     let rows = filter_rows(
         rows,
         |_| problem.dropout().is_none(),
-        |rows| {
-            let pass = if is_backward(rows) { "backward " } else { "" };
-            let arch = list(rows, |row| row.arch.to_string());
-            (format!("dropout with {pass}{arch} kernels for {dtype}"), "no dropout, or Device::cpu()".into())
-        },
+        |rows| (format!("dropout with {}", kernels_of(rows, dtype)), "no dropout, or Device::cpu()".into()),
     )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.
     let rows = filter_rows(
@@ -260,6 +248,12 @@ fn filter_rows(
 
 fn is_backward(rows: &[&KernelInfo]) -> bool {
     rows.iter().all(|row| row.pass == Pass::Backward)
+}
+
+/// What the rows are called in an error that says what they lack.
+fn kernels_of(rows: &[&KernelInfo], dtype: DType) -> String {
+    let pass = if is_backward(rows) { "backward " } else { "" };
+    format!("{pass}{} kernels for {dtype}", list(rows, |row| row.arch.to_string()))
 }
 
 /// The names of the rows, each once, in the order of the rows.

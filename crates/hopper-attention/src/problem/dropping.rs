@@ -46,6 +46,11 @@ impl ForwardProblem {
         Operand::read(Slot::DropoutState, DType::I32, [4]).when(self.dropout.is_some(), "dropout")
     }
 
+    /// What the weights are multiplied by that dropout keeps: 1 without dropout.
+    pub(crate) fn dropout_factor(&self) -> f32 {
+        self.dropout.map_or(1.0, |dropout| dropout.factor() as f32)
+    }
+
     /// Prints the probability, if there is dropout.
     pub(super) fn dropout_text(&self) -> String {
         self.dropout.map_or(String::new(), |dropout| format!(" {dropout}"))

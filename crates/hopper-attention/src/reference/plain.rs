@@ -236,16 +236,11 @@ fn row(
     let relative = |x: f32| if x == both { 1.0 } else { (x - both).exp() };
     let own = relative(shift);
     let total = row_sum * own + relative(sink);
-    let factor = dropout_factor(problem);
+    let factor = problem.dropout_factor();
     for o in &mut o {
         *o = rounded(rounding.output, *o * own / total * factor);
     }
     (o, both + total.ln(), row_max)
-}
-
-/// What dropout multiplies the weights by that it keeps.
-fn dropout_factor(problem: &ForwardProblem) -> f32 {
-    problem.dropout().map_or(1.0, |dropout| dropout.factor() as f32)
 }
 
 /// A score after the cap, if there is one, and the derivative of the cap.

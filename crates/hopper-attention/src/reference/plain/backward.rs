@@ -7,7 +7,7 @@ use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, pieces};
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
-use super::{Narrow, capped, dot, dropout_factor, rounding, widen};
+use super::{Narrow, capped, dot, rounding, widen};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::BackwardProblem;
@@ -159,7 +159,7 @@ fn dense(
         }
         for (sum_k, sum_v) in sums {
             d_k.push(plain.finished(sum_k, problem.softmax_scale()));
-            d_v.push(plain.finished(sum_v, dropout_factor(problem.forward())));
+            d_v.push(plain.finished(sum_v, problem.forward().dropout_factor()));
         }
     }
     let gradient = |shape, rows: &[Vec<f32>]| gather(shape, rows, |row, out| widen(row, out));
@@ -290,7 +290,7 @@ impl Backward<'_> {
         let (score, slope) = capped(self.problem.forward(), score);
         let keeps = self.modifiers.dropped([batch, head], query, key) != 0.0;
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
-        let d_p = if keeps { dropout_factor(self.problem.forward()) * d_p } else { 0.0 };
+        let d_p = if keeps { self.problem.forward().dropout_factor() * d_p } else { 0.0 };
         let added = Added::of(self.problem.forward(), self.modifiers, [batch, head]);
         let p = (added.add_to(score, query, key) - row.lse).exp();
         Some([p, d_p - row.delta, slope])
