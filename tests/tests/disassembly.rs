@@ -67,6 +67,8 @@ impl Compiled {
     /// What is said of one kernel. Of the compiler's log that is also what names no kernel and is about the whole source.
     fn of(&self, function: &str) -> Self {
         let others: Vec<_> = self.functions().into_iter().filter(|name| *name != function).collect();
+        // Most lines are instructions and name no kernel. To look for each name in each of them takes minutes.
+        let names = |line: &str| line.contains("_Z");
         let kept = |text: &str, starts: fn(&str) -> Option<&str>, ends: fn(&str) -> bool| -> String {
             let mut wanted = true;
             let mut kept = String::new();
@@ -77,8 +79,8 @@ impl Compiled {
                     wanted = true;
                 }
                 // A line may name another kernel than the section that it stands in.
-                let named = line.contains(function);
-                if named || (wanted && !others.iter().any(|name| line.contains(name))) {
+                let named = names(line) && line.contains(function);
+                if named || (wanted && !(names(line) && others.iter().any(|name| line.contains(name)))) {
                     kept += line;
                     kept.push('\n');
                 }
