@@ -134,7 +134,9 @@ def kept_lists(mask: torch.Tensor, sizes: tuple, device: torch.device, make: Cal
 
 def _packed(pairs: torch.Tensor) -> torch.Tensor:
     """The bits of [..., 8 * n] booleans as bytes, [..., n]. The lowest bit is the first."""
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=pairs.device)
+    # (Made on the device: a copy of numbers from the host would wait for it.)
+    places = torch.arange(8, dtype=torch.uint8, device=pairs.device)
+    weights = torch.ones_like(places) << places
     return (pairs.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
 
 

@@ -214,7 +214,8 @@ fn head_dims_above_128_are_checked_on_hopper() {
         }
         let backward = hattn_on("check --device cuda:0 --backward", &input, None);
         backward.refused(&["for a backward pass of bf16, full, on sm90", nearest]);
-        hattn_on("check --device cuda:0 --arch sm80", &input, None).refused(&["for bf16, full, on sm80", nearest]);
+        let sm80 = hattn_on("check --device cuda:0 --arch sm80", &input, None).fine();
+        assert!(sm80.contains("on sm80") && sm80.contains("passed"), "{sm80}");
     }
 }
 

@@ -96,9 +96,10 @@ CUTE_DEVICE void repair_queries(BwdParams const& params, std::int64_t block) {
   }
 }
 
-// Looks through the dK and dV of all keys whose tiles are whole, each CTA through some.
+// Looks through the dK and dV of all keys whose tiles are whole: CTA `cta` of `ctas` through some. (Those that convert
+// pieces of dK and dV are not among them.)
 template <class Traits>
-CUTE_DEVICE void repair_keys(BwdParams const& params) {
+CUTE_DEVICE void repair_keys(BwdParams const& params, std::int64_t cta, std::int64_t ctas) {
   constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
   auto const is_whole = [&](int n_block, int batch_head) {
     BwdScheduler const tiles = key_tiles<Traits>(params);
@@ -106,7 +107,7 @@ CUTE_DEVICE void repair_keys(BwdParams const& params) {
   };
   int const pieces = (params.seqlen_kv + kWarps - 1) / kWarps;
   auto const total = [&]() { return static_cast<std::int64_t>(anew(pieces)) * params.heads_kv * params.batch; };
-  for (std::int64_t i = blockIdx.x; i < total(); i += gridDim.x) {
+  for (std::int64_t i = cta; i < total(); i += ctas) {
     std::int64_t const batch_head = i / pieces;
     int const key = static_cast<int>(i - batch_head * pieces) * kWarps + static_cast<int>(threadIdx.x) / 32;
     if (key < params.seqlen_kv && is_whole(key / Traits::kTileN, static_cast<int>(batch_head))) {
@@ -188,7 +189,8 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
     repair_queries<Traits>(params, block);
   }
   if (keys_leak) {
-    repair_keys<Traits>(params);
+    int const no_queries = Traits::kTakesShares ? key_pieces<Traits>(params) : 0;
+    repair_keys<Traits>(params, block, static_cast<int>(gridDim.x) - no_queries);
   }
 }
 
