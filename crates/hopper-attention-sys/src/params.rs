@@ -92,8 +92,8 @@ mod ffi {
         F16 = 1,
     }
 
-    /// Which problems a row computes: those without modifiers of the scores (`softcap`, `alibi` and `max_logits` of
-    /// `FwdParams`, which see or change single scores), or those with one or more.
+    /// Which problems a row computes: those without modifiers of the scores (`softcap`, `alibi`, `max_logits` and
+    /// `dropout` of `FwdParams`, which see or change single scores or weights), or those with one or more.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(u8)]
     enum Modifiers {
@@ -256,6 +256,17 @@ mod ffi {
         key_bits: u64,
     }
 
+    /// Dropout of the weights (`kernels/common/dropout.hpp`). All zeros where nothing is dropped.
+    #[derive(Debug, Clone, Copy, Default)]
+    struct Dropout {
+        /// Device address of i32 `[4]`, read: the words of the seed and of the offset, the low ones first.
+        state: u64,
+        /// How many of 32768 weights are dropped, on average: 1 to 32767. 0: there is no dropout.
+        dropped: i32,
+        /// What the other weights are multiplied by: `32768 / (32768 - dropped)`.
+        factor: f32,
+    }
+
     /// One forward launch.
     ///
     /// Tensors come from the caller. Sizes, scale and options come from the problem. The schedule (`diagonal_offset` to
@@ -369,6 +380,8 @@ mod ffi {
         max_logits: TensorDesc,
         /// Lists of blocks, of rows of class Blocks.
         blocks: BlockLists,
+        /// Dropout of the weights. Packed sequences are batch entries. The row's `modifiers` allow it, and it is of sm90.
+        dropout: Dropout,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -487,6 +500,8 @@ mod ffi {
         alibi: TensorDesc,
         /// Lists of blocks, of rows of class Blocks.
         blocks: BlockLists,
+        /// Dropout of the weights, as there.
+        dropout: Dropout,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
@@ -589,6 +604,10 @@ mod ffi {
         packs: bool,
         /// Whether the row has code for modifiers of the scores.
         modifiers: Modifiers,
+        /// Whether the row takes dropout.
+        drops: bool,
+        /// The same beside sequences of lengths that the device knows.
+        drops_packed: bool,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.
@@ -602,6 +621,6 @@ mod ffi {
 }
 
 pub use ffi::{
-    Arch, BlockLists, BwdParams, DType, FwdParams, MaskClass, MaskEdges, Modifiers, QuantizeParams, QuantizeRowInfo,
-    QuantizeTensor, RowInfo, Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
+    Arch, BlockLists, BwdParams, DType, Dropout, FwdParams, MaskClass, MaskEdges, Modifiers, QuantizeParams,
+    QuantizeRowInfo, QuantizeTensor, RowInfo, Scaling, Scores, Sequences, Status, StatusCode, TensorDesc,
 };

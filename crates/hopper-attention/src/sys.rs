@@ -16,8 +16,8 @@ use crate::problem::ForwardProblem;
 use crate::scaling::Scaling;
 
 pub(crate) use ffi::{
-    BlockLists, BwdParams, FwdParams, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo, Sequences,
-    TensorDesc, bwd_rows, fwd_rows, quantize_rows,
+    BlockLists, BwdParams, Dropout, FwdParams, MaskEdges, QuantizeParams, QuantizeRowInfo, QuantizeTensor, RowInfo,
+    Sequences, TensorDesc, bwd_rows, fwd_rows, quantize_rows,
 };
 
 /// Conversions between an enum of the cxx bridge and the enum of this crate, value by value. `None` for a value of the bridge

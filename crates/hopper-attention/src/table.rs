@@ -32,6 +32,8 @@ pub struct KernelInfo {
     pub(crate) split_bytes: usize,
     pub(crate) most_shares: usize,
     pub(crate) packs: bool,
+    /// Whether the kernel takes dropout: of whole tensors, and where the device knows the lengths of sequences.
+    pub(crate) drops: [bool; 2],
     pub(crate) modifiers: Modifiers,
 }
 
@@ -119,6 +121,11 @@ impl KernelInfo {
         self.packs
     }
 
+    /// Whether it takes dropout: beside packed sequences and used lengths, if `packed`, and else without them.
+    pub fn drops(&self, packed: bool) -> bool {
+        self.drops[usize::from(packed)]
+    }
+
     /// Whether the kernel takes *modified* problems: those with a [`softcap`](crate::ForwardProblemBuilder::softcap) or
     /// [`alibi`](crate::ForwardProblemBuilder::alibi), or with [`max_logits`](crate::ForwardProblemBuilder::max_logits).
     pub fn takes_modifiers(&self) -> bool {
@@ -171,6 +178,7 @@ impl KernelInfo {
             split_bytes: count(info.split_bytes)?,
             most_shares: count(info.most_shares)?,
             packs: info.packs,
+            drops: [info.drops, info.drops_packed],
             modifiers: sys::modifiers(info.modifiers)?,
         })
     }
@@ -309,6 +317,7 @@ pub(crate) mod tests {
         split_bytes: 0,
         most_shares: 1,
         packs: false,
+        drops: [false; 2],
         modifiers: Modifiers::Either,
     };
 

@@ -13,6 +13,7 @@ mod capi_fp8;
 mod capture;
 mod contexts;
 mod driver_errors;
+mod dropout;
 mod edges;
 mod fp8;
 mod fp8_factors;

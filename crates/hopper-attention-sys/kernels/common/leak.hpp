@@ -8,6 +8,8 @@
 // and without the masked keys (Leaks). That is slow, and it is rare: it takes a masked key with NaN or infinity in a
 // block that some other query needs. A NaN of a key that the query keeps belongs into O, and stays.
 //
+// What dropout drops is under a mask in this sense, too: its weight is 0, and its key is in the row's sum alone.
+//
 // In the same way a sum of bf16 weights and values is computed again that has overflowed although O does not (without a
 // mask: overflow.hpp). There are two ways to find one:
 //
@@ -22,6 +24,7 @@
 #include <type_traits>
 
 #include "common/alibi.hpp"
+#include "common/dropout.hpp"
 #include "common/element.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
@@ -72,7 +75,8 @@ inline constexpr bool kLooksForInfinity = Traits::kDType == DType::BF16 &&
 
 // Whether a kernel looks at its O.
 template <class Traits>
-inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits>;
+inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> ||
+                                       Traits::kDrops;
 
 // Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
 // products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
@@ -195,9 +199,10 @@ CUTE_DEVICE bool lacks_nan(float2 const& has, float2 const& other) {
 }
 
 // What a head's O is computed of, where operands have 16 bits. (FP8: sm90/fp8/leak.hpp.)
-template <class E, Modifiers kModifiers>
+template <class E, Modifiers kModifiers, bool kMayDrop = false>
 struct PlainOperands {
   using Element = E;
+  static constexpr bool kDrops = kMayDrop;  // whether there may be dropout
   HeadRows<Element> q;
   HeadRows<Element> k;
   HeadRows<Element> v;
@@ -208,6 +213,8 @@ struct PlainOperands {
   float sink_of_rows;
   float slope;   // of ALiBi (alibi.hpp), or 0
   int diagonal;  // of the sequence
+  Dropout dropout;
+  int head;  // of all batch entries
 
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
     int const kv_head = head / (params.heads_q / params.heads_kv);
@@ -220,7 +227,9 @@ struct PlainOperands {
             kModifiers == Modifiers::Never ? 0.0F : inner_of(params),
             sink_of_head(params, head),
             kModifiers == Modifiers::Never ? 0.0F : alibi_slope_or_zero(params, batch, head, forward_factor(params)),
-            params.diagonal_offset};
+            params.diagonal_offset,
+            params.dropout,
+            batch * params.heads_q + head};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);
@@ -242,6 +251,12 @@ struct PlainOperands {
       return with_alibi(kept, slope, query + diagonal - key) * scale_log2;
     }
   }
+  CUTE_DEVICE bool has_dropout() const { return kDrops && dropout.dropped != 0; }
+  CUTE_DEVICE bool drops(int query, int key) const {
+    return has_dropout() && DropoutOfHead::of(dropout, head).drops(query, key, dropout.dropped);
+  }
+  // What O is multiplied by.
+  CUTE_DEVICE float output_factor() const { return has_dropout() ? dropout.factor : 1.0F; }
   // What V of a key is multiplied by.
   CUTE_DEVICE float value_factor(int) const { return 1.0F; }
   CUTE_DEVICE bool has_garbage_factor(int, int, int) const { return false; }
@@ -292,7 +307,10 @@ struct SoundRows {
   }
 };
 
-template <class Traits, class Operands = PlainOperands<typename Traits::Element, Traits::kModifiers>>
+template <class Traits>
+using OperandsOf = PlainOperands<typename Traits::Element, Traits::kModifiers, Traits::kDrops>;
+
+template <class Traits, class Operands = OperandsOf<Traits>>
 struct Leaks {
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr MaskClass kMask = Traits::kMask;
@@ -326,6 +344,9 @@ struct Leaks {
   template <class Words>
   CUTE_DEVICE static bool is_by_right(Operands const& operands, Band const& band, int first_row, SoundRows const& sound,
                                       Words const& words, int lane) {
+    if (Operands::kDrops && operands.has_dropout()) {
+      return false;  // rows do not keep the same keys
+    }
     unsigned open = 0;  // which of this lane's columns
     bool wrong = false;
     CUTE_NO_UNROLL
@@ -415,6 +436,9 @@ struct Leaks {
     int const visited_end = cute::min(band.seqlen_kv, visits.end * Traits::kTileN);
     bool garbage = has_garbage(operands, cute::max(0, band.last_key<kMask>(first_row) + 1), visited_end, lane);
     garbage = garbage || operands.has_garbage_factor(cute::min(first_row, band.seqlen_q - 1), band.seqlen_kv, lane);
+    if constexpr (Operands::kDrops) {
+      garbage = garbage || operands.has_dropout();
+    }
     if constexpr (kMask == MaskClass::Window) {
       garbage = garbage || has_garbage(operands, cute::max(visits.begin, 0) * Traits::kTileN,
                                        cute::min(visited_end, band.first_key<kMask>(last_row)), lane);
@@ -483,7 +507,11 @@ struct Leaks {
         CUTE_UNROLL
         for (int r = 0; r < kRows; ++r) {
           bool const keeps = key >= first_key[r] && key < keys_end[r];
-          kept[r] = __ballot_sync(kAll, keeps);
+          if constexpr (Operands::kDrops) {
+            kept[r] = __ballot_sync(kAll, keeps && !operands.drops(row[r], key));
+          } else {
+            kept[r] = __ballot_sync(kAll, keeps);
+          }
           float const score = keeps ? operands.score(weights[r], row[r], key) : -INFINITY;
           float most = fmaxf(max[r], score);
           CUTE_UNROLL
@@ -546,7 +574,10 @@ struct Leaks {
         for (int step = 1; step < 32; step *= 2) {
           sum[r] += __shfl_xor_sync(kAll, sum[r], step);
         }
-        float const inverse = sum[r] == 0.0F ? 0.0F : 1.0F / sum[r];
+        float inverse = sum[r] == 0.0F ? 0.0F : 1.0F / sum[r];
+        if constexpr (Operands::kDrops) {
+          inverse *= operands.output_factor();
+        }
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           if (isnan(before[r][pair].x) && !isnan(output[r][pair].x)) {

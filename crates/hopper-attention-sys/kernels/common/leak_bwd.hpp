@@ -24,6 +24,7 @@
 
 #include "common/alibi.hpp"
 #include "common/blocks.hpp"
+#include "common/dropout.hpp"
 #include "common/leak.hpp"
 #include "common/mask.hpp"
 #include "common/scalars.hpp"
@@ -72,6 +73,7 @@ struct RepairGradients {
     float p;
     float d_s;
     bool counts;
+    bool stays;  // dropout has not made it 0
   };
 
   BwdParams const& params;
@@ -239,6 +241,7 @@ struct RepairGradients {
       dot_rows(b, row, other_b, other, params.head_dim_vo, d_p);
       Weights const lane_weights = weights_of_pair(other, s[0], d_p[0]);
       unsigned const counted = __ballot_sync(kAll, lane_weights.counts);
+      unsigned const staying = __ballot_sync(kAll, lane_weights.stays);
       CUTE_NO_UNROLL
       for (int i = 0; i < cute::min(32, end - chunk); ++i) {
         float const p = __shfl_sync(kAll, lane_weights.p, i);
@@ -257,7 +260,7 @@ struct RepairGradients {
           }
         };
         add(d_a, d_s, other_a, params.head_dim_qk);
-        if constexpr (kBoth) {
+        if (kBoth && (staying >> i & 1) != 0) {
           add(d_b, p, other_b, params.head_dim_vo);
         }
       }
@@ -270,6 +273,10 @@ struct RepairGradients {
       return params.diagonal_offset;
     }
   }
+  CUTE_DEVICE bool drops(int head, int query, int key) const {
+    return has_dropout(params) && DropoutOfHead::of(params.dropout, batch * params.heads_q + head)
+                                      .drops(query, key, params.dropout.dropped);
+  }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, int head, int query, int key, float s, float d_p) const {
     float slope = 1.0F;
     if (params.softcap != 0.0F) {
@@ -281,7 +288,9 @@ struct RepairGradients {
       s = with_alibi(s, alibi_slope(params.alibi, batch, head, backward_factor(params)), query + diagonal() - key);
     }
     float const p = of_query.weight(s, backward_factor(params), has_modifiers(params));
-    return {p, p * (d_p + of_query.negative_delta()) * slope, lists(head, query, key) && !of_query.is_empty()};
+    bool const dropped = drops(head, query, key);
+    return {p, p * ((dropped ? 0.0F : d_p) + of_query.negative_delta()) * slope,
+            lists(head, query, key) && !of_query.is_empty(), !dropped};
   }
 
   // dQ of a query. The whole warp works on it, here and below.
@@ -312,7 +321,7 @@ struct RepairGradients {
         query_rows(params.q, head), query_rows(params.d_o, head), query, key_rows(params.k, kv_head),
         key_rows(params.v, kv_head), begin, end,
         [&](int key, float s, float d_p) { return weights_of(of_query, head, query, key, s, d_p); }, sums, unused);
-    replace(query_rows(params.d_q, anew(head)), query, range, old, sums, params.softmax_scale);
+    replace(query_rows(params.d_q, anew(head)), query, range, old, sums, gradient_scale(params));
   }
 
   // Columns of the dK and the dV of a key.
@@ -342,8 +351,10 @@ struct RepairGradients {
         if (any_infinite(old_k)) {
           make_nan(d_k, key, of_k, old_k);
         }
-        if (any_nan(old_v) &&
-            __any_sync(kAll, of_query.has_nan_lse() && chunk + lane < end && lists(head, query, key))) {
+        // A dropped pair has no part in dV.
+        bool const stays = (of_nan >> lane & 1) != 0 && !drops(head, query, key);
+        of_nan = __ballot_sync(kAll, stays);
+        if (any_nan(old_v) && __any_sync(kAll, stays && of_query.has_nan_lse())) {
           make_nan(d_v, key, of_v, old_v);
         }
         // NaN in dO of these queries.
@@ -376,8 +387,8 @@ struct RepairGradients {
           [&](int query, float s, float d_p) { return weights_of(statistics(head, query), head, query, key, s, d_p); },
           sums_k, sums_v);
     }
-    replace(key_rows(params.d_k, anew(kv_head)), key, of_k, old_k, sums_k, params.softmax_scale);
-    replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, 1.0F);
+    replace(key_rows(params.d_k, anew(kv_head)), key, of_k, old_k, sums_k, gradient_scale(params));
+    replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, dropout_factor(params));
   }
 };
 

@@ -16,7 +16,7 @@ namespace hattn {
 template <class Traits>
 struct Overflows {
   static_assert(Traits::kMask == MaskClass::Full, "a row has all keys");
-  using Operands = PlainOperands<typename Traits::Element, Traits::kModifiers>;
+  using Operands = OperandsOf<Traits>;
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr unsigned kAll = 0xffffffffU;
 
@@ -101,8 +101,9 @@ struct Overflows {
   }
 };
 
-// What puts a kernel's rows of O right.
+// What puts a kernel's rows of O right. (Dropout is a mask.)
 template <class Traits>
-using RepairOf = std::conditional_t<Traits::kMask != MaskClass::Full, Leaks<Traits>, Overflows<Traits>>;
+using RepairOf =
+    std::conditional_t<Traits::kMask != MaskClass::Full || Traits::kDrops, Leaks<Traits>, Overflows<Traits>>;
 
 }  // namespace hattn

@@ -10,6 +10,7 @@
 
 #include "common/around.hpp"
 #include "common/blocks.hpp"
+#include "common/dropout.hpp"
 #include "common/prepare_packed.hpp"
 #include "common/scalars.hpp"
 #include "common/sinks_bwd.hpp"
@@ -139,7 +140,8 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
       delta = lane == i ? sum : delta;
     }
     if (lane < kPasses && mine < inner) {
-      auto const statistics = Traits::Statistics::of(lse, d_lse, delta, params.softmax_scale, has_modifiers(params));
+      float const of_delta = delta_factor(params);
+      auto const statistics = Traits::Statistics::of(lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, has_modifiers(params));
       std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
       reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = statistics;
     }

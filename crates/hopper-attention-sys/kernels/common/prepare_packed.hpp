@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/around.hpp"
+#include "common/dropout.hpp"
 #include "common/scalars.hpp"
 #include "common/sequences.hpp"
 #include "common/start.hpp"
@@ -83,10 +84,11 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
       delta = lane == i ? sum : delta;
     }
     if (has_row) {
+      float const of_delta = delta_factor(params);
       std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
                               std::int64_t{sequence.index} * statistics_rows_apart(params) + mine;
       reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] =
-          Traits::Statistics::of(lse, d_lse, delta, params.softmax_scale, has_modifiers(params));
+          Traits::Statistics::of(lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, has_modifiers(params));
     }
 
     Band const band = band_of_tile(params, sequence);

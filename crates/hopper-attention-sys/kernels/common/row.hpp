@@ -55,6 +55,7 @@ struct RowTraits {
   static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
   static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
   static constexpr Modifiers kModifiers = Modifiers::Never;
+  static constexpr bool kDrops = false;  // whether it takes dropout
 };
 
 // A row's description, from its traits.
@@ -75,6 +76,10 @@ constexpr RowInfo row_info() noexcept {
   info.most_shares = Traits::kMostShares;
   info.packs = Traits::kPacks;
   info.modifiers = Traits::kModifiers;
+  info.drops = Traits::kDrops;
+  if constexpr (Traits::kPacks && Traits::kDrops) {
+    info.drops_packed = Traits::Packed::kDrops;
+  }
   return info;
 }
 

@@ -106,7 +106,7 @@ CUTE_HOST_DEVICE float backward_factor(BwdParams const& params) {
 // Whether a backward has modified scores. Statistics of queries then have another form (Statistics in
 // sm90/bwd/traits.hpp).
 CUTE_HOST_DEVICE bool has_modifiers(BwdParams const& params) {
-  return params.softcap != 0.0F || params.alibi.address != 0;
+  return params.softcap != 0.0F || params.alibi.address != 0 || params.dropout.dropped != 0;
 }
 
 // Rows from a batch entry to the next. (Where lengths are the device's, it is a whole number: Rust has checked it.)

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "common/dropout.hpp"
 #include "common/scalars.hpp"
 #include "common/sequences.hpp"
 #include "common/sinks.hpp"
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
     float const lse = element_of(params.lse, batch, head, row);
     if (lse != -INFINITY) {
       Statistics const statistics = all[at];
-      float const value = statistics.has_nan() ? NAN : statistics.negative_delta();
+      float const value = statistics.has_nan() ? NAN : statistics.negative_delta() * dropout_factor(params);
       sum += weighed(weight_of_sink(sink, lse), value);
     }
   };

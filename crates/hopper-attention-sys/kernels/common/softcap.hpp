@@ -149,7 +149,19 @@ struct CappedScore {
   }
 };
 
-// `factor` again, once `value` is there. The compiler does not know that grids have one dimension.
+// `other`, or `factor`, again, once `value` is there. The compiler does not know that grids have one dimension.
+CUTE_DEVICE std::uint32_t after(std::uint32_t value, std::uint32_t other) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 zero;\n"
+      "mov.u32 zero, %%ctaid.y;\n"
+      "and.b32 zero, zero, %1;\n"
+      "or.b32 %0, %0, zero;\n"
+      "}\n"
+      : "+r"(other)
+      : "r"(value));
+  return other;
+}
 CUTE_DEVICE float factor_after(float value, float factor) {
   asm volatile(
       "{\n"

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, blocks, edges, rows_of_sequences, sequences, small};
+use super::{KernelArgs, blocks, dropout, edges, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 #[cfg(feature = "cuda")]
 use crate::arch::Arch;
@@ -147,5 +147,6 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         softcap: problem.forward().softcap(),
         alibi: operand(Slot::AlibiSlopes),
         blocks: blocks(args, choice.lists.as_ref(), parts.lists)?,
+        dropout: dropout(problem.forward(), args),
     })
 }

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 #[cfg(feature = "cuda")]
-use super::{KernelArgs, blocks, edges, rows_of_sequences, sequences, small};
+use super::{KernelArgs, blocks, dropout, edges, rows_of_sequences, sequences, small};
 use super::{Launch, RawArgs, not_computed, required};
 use crate::cpu::{self, Fp8Inputs, Fp8Outputs, Inputs, Outputs};
 use crate::dtype::{DType, E4M3, Float, OutputOf, bf16, f16};
@@ -175,5 +175,6 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         alibi: operand(Slot::AlibiSlopes),
         max_logits: operand(Slot::MaxLogits),
         blocks: blocks(args, choice.lists.as_ref(), parts.lists)?,
+        dropout: dropout(problem, args),
     })
 }

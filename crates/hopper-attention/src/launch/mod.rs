@@ -322,6 +322,19 @@ fn blocks(
     })
 }
 
+/// The dropout of a pass. All zeros where nothing is dropped.
+#[cfg(feature = "cuda")]
+fn dropout(problem: &ForwardProblem, args: &KernelArgs) -> crate::sys::Dropout {
+    let Some(dropout) = problem.dropout().filter(|dropout| dropout.dropped() > 0) else {
+        return crate::sys::Dropout::default();
+    };
+    crate::sys::Dropout {
+        state: args.get(Slot::DropoutState).address,
+        dropped: dropout.dropped() as i32,
+        factor: problem.dropout_factor(),
+    }
+}
+
 /// An operand that the checks have found to be given, so that the error never occurs.
 fn required<T>(slot: Slot, operand: Option<T>) -> Result<T> {
     let missing = || Error::Value { what: slot.name(), got: "missing".into(), allowed: "the operand".into() };

@@ -33,6 +33,7 @@ fn rows() -> Vec<KernelInfo> {
                 split_bytes: 0,
                 most_shares: 1,
                 packs: false,
+                drops: [false; 2],
                 modifiers: Modifiers::Never,
             });
         }
@@ -77,16 +78,30 @@ fn rows_for_capped_scores_are_for_them_alone() {
     assert_eq!(select_backward(&of(true, 50.0), &H100, &rows()).unwrap_err().to_string(), text);
 }
 
-/// No kernel has dropout yet. With a probability of 0 it is dropout, too.
+/// Dropout needs a row for modified scores that has it. With a probability of 0 nothing is dropped.
 #[test]
-fn dropout_is_refused_by_name() {
-    for p in [0.0, 0.1] {
+fn dropout_needs_a_row_that_has_it() {
+    let problem = |p| {
         let dropout = Some(crate::problem::Dropout::new(p).unwrap());
         let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).dropout(dropout).build().unwrap();
-        let backward = BackwardProblem::builder(&forward).build().unwrap();
-        let text = "unsupported: dropout with backward sm90 kernels for bf16; nearest: no dropout, or Device::cpu()";
-        assert_eq!(select_backward(&backward, &H100, &rows()).unwrap_err().to_string(), text);
+        BackwardProblem::builder(&forward).build().unwrap()
+    };
+    let selected = |p, rows: &[KernelInfo]| select_backward(&problem(p), &H100, rows);
+    let modified = |drops| {
+        rows().into_iter().map(|row| KernelInfo { modifiers: Modifiers::Always, drops, ..row }).collect::<Vec<_>>()
+    };
+    assert_eq!(selected(0.0, &rows()).unwrap().kernel.modifiers, Modifiers::Never);
+    let text = "unsupported: dropout 0.5 with backward sm90 kernels for bf16; nearest: no dropout, or Device::cpu()";
+    assert_eq!(selected(0.5, &rows()).unwrap_err().to_string(), text);
+    for drops in [[false; 2], [false, true]] {
+        let text = selected(0.5, &modified(drops)).unwrap_err().to_string();
+        let (start, end) = (
+            "unsupported: dropout with backward sm90 kernels for bf16, causal, head_dim ",
+            "no dropout, or Device::cpu()",
+        );
+        assert!(text.starts_with(start) && text.ends_with(end), "{text}");
     }
+    assert_eq!(selected(0.5, &modified([true, false])).unwrap().kernel.modifiers, Modifiers::Always);
 }
 
 /// Rows for sm80 with the real tiles, for one mask class.

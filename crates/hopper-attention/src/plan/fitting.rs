@@ -55,13 +55,13 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 3. element type of Q, K and V;
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
 /// 5. an additive bias: no kernel has it yet;
-/// 6. what is done to scores or read of them (softcap, ALiBi, the maximum logit): the kernel takes such problems, or problems
-///    without any of it;
+/// 6. what is done to scores or weights or read of them (softcap, ALiBi, the maximum logit, dropout): the kernel takes such
+///    problems, or problems without any of it;
 /// 7. softcap and ALiBi together: the kernel is not of the sm80 backward;
-/// 8. dropout: no kernel has it yet;
-/// 9. scores in f16: only if the problem allows them;
-/// 10. mask class;
-/// 11. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 8. scores in f16: only if the problem allows them;
+/// 9. mask class;
+/// 10. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 11. dropout: the kernel takes it;
 /// 12. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
@@ -152,11 +152,6 @@ pub(super) fn fitting<'a>(
             (wanted, format!("one of the two, {} kernels, or Device::cpu()", Arch::Sm90))
         },
     )?;
-    let rows = filter_rows(
-        rows,
-        |_| problem.dropout().is_none(),
-        |rows| (format!("dropout with {}", kernels_of(rows, dtype)), "no dropout, or Device::cpu()".into()),
-    )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.
     let rows = filter_rows(
         rows,
@@ -180,6 +175,16 @@ pub(super) fn fitting<'a>(
             (wanted, list(rows, |row| format!("up to {} with {}", row.head_dim_qk, row.head_dim_vo)))
         },
     )?;
+    let packed = problem.has_lengths();
+    let rows = filter_rows(
+        rows,
+        |row| !drops(problem) || row.drops(packed),
+        |rows| {
+            let sequences = if packed { ", packed" } else { "" };
+            let wanted = format!("dropout with {}, {class}{sequences}, head_dim {qk}/{vo}", kernels_of(rows, dtype));
+            (wanted, "no dropout, or Device::cpu()".into())
+        },
+    )?;
     let step = TMA_BYTES / dtype.bytes();
     for (what, got) in [("head_dim_qk", qk), ("head_dim_vo", vo)] {
         if !got.is_multiple_of(step) {
@@ -199,13 +204,19 @@ pub(super) fn fitting<'a>(
     )
 }
 
-/// What a problem does to its scores or reads of them, with and without numbers.
+/// Whether weights are dropped. With a probability of 0 none are.
+fn drops(problem: &ForwardProblem) -> bool {
+    problem.dropout().is_some_and(|dropout| dropout.dropped() > 0)
+}
+
+/// What a problem does to its scores or weights or reads of them, with and without numbers.
 fn modifiers(problem: &ForwardProblem) -> Vec<(String, &'static str)> {
     let softcap = problem.softcap();
     let all = [
         (softcap != 0.0, format!("softcap {softcap}"), "softcap"),
         (problem.alibi().is_some(), "alibi".into(), "alibi"),
         (problem.wants_max_logits(), "max_logits".into(), "max_logits"),
+        (drops(problem), problem.dropout().map_or(String::new(), |dropout| dropout.to_string()), "dropout"),
     ];
     all.into_iter().filter(|(is_there, ..)| *is_there).map(|(_, with, name)| (with, name)).collect()
 }

@@ -239,6 +239,7 @@ mod tests {
             tile_n: 128,
             most_shares: 8,
             packs: false,
+            drops: [false; 2],
             modifiers: Modifiers::Either,
             ..ROW
         };

@@ -27,6 +27,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         split_bytes: 0,
         most_shares: 1,
         packs: false,
+        drops: [false; 2],
         modifiers: Modifiers::Either,
     }
 }

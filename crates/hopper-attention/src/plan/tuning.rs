@@ -147,6 +147,7 @@ mod tests {
             split_bytes: 0,
             most_shares: 1,
             packs: false,
+            drops: [false; 2],
             modifiers: Modifiers::Either,
         })
     }

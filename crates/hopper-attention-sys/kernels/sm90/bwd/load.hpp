@@ -166,6 +166,7 @@ struct BwdLoad {
         if constexpr (Traits::kIsPacked) {
           float const slope = alibi_slope_or_zero(params, tile.batch, head, scalars.scale_log2);
           storage.modifiers.slope_or_head[ring.stage] = __float_as_uint(slope);
+          storage.modifiers.head[ring.stage] = head;
         } else {
           storage.modifiers.slope_or_head[ring.stage] = head;
         }

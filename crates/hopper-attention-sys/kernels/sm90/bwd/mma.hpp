@@ -21,6 +21,7 @@
 #include <cfloat>
 
 #include "common/alibi.hpp"
+#include "common/dropout.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
 #include "common/memory.hpp"
@@ -260,6 +261,60 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
+    // Makes the operand's dropped weights 0. In tS they get the sign, which no weight has.
+    auto drop = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (has_dropout(params)) {
+          int const thread = thread_in_group_anew(thread_in_group);
+          int const batch = warp_value(storage.tile[k.stage].batch);
+          int const head = Traits::kIsPacked ? storage.modifiers.head[ring.stage]
+                                             : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
+          see_kept<kM>(DropoutOfHead::of(params.dropout, batch * params.heads_q + head), params.dropout.dropped,
+                       n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM, thread % 4,
+                       [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
+                         tP(at) &= kept;
+                         auto const sign = [&](float& p, std::uint32_t half) {
+                           p = __uint_as_float(__float_as_uint(p) | (~half & 0x80000000U));
+                         };
+                         sign(tS(2 * at), kept << 16);
+                         sign(tS(2 * at + 1), kept);
+                       });
+        }
+      }
+    };
+    // dS of a block over the factor of dropout, from P (with that sign) and dP less delta.
+    auto make_d_s = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        if (has_dropout(params)) {
+          std::uint32_t address = cute::cast_smem_ptr_to_uint(storage.statistics[ring.stage]) +
+                                  sizeof(Statistics) * 2 * (thread_in_group_anew(thread_in_group) % 4);
+          CUTE_UNROLL
+          for (int i = 0; i < kM / 8; ++i) {
+            if (i > 0) {
+              // One block after the other: ptxas would begin with all of the reads, and spill.
+              address = after(tdS(2 * i - 1), address);
+            }
+            CUTE_UNROLL
+            for (int c = 0; c < 2; ++c) {
+              float const delta = Statistics::read_delta(address + sizeof(Statistics) * (8 * i + c));
+              CUTE_UNROLL
+              for (int r = 0; r < 2; ++r) {
+                int const at = 4 * i + 2 * r + c;
+                tS(at) *= __float_as_int(tS(at)) < 0 ? delta : tdP(at);
+              }
+            }
+            tdS(2 * i) = pack_pair<Element>(tS(4 * i), tS(4 * i + 1));
+            tdS(2 * i + 1) = pack_pair<Element>(tS(4 * i + 2), tS(4 * i + 3));
+          }
+          return;
+        }
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < tS.size(); ++i) {
+        tS(i) *= tdP(i);
+      }
+      pack(tdS, tS);
+    };
     // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
@@ -280,6 +335,7 @@ struct BwdMma {
         } else {
           modified_block(std::integral_constant<Form, Form::Far>{});
         }
+        drop();
       } else {
         mask_scores();
         CUTE_UNROLL
@@ -287,6 +343,9 @@ struct BwdMma {
           tS(i) = exp2_approx(tS(i) * scalars.scale_log2);
         }
       }
+    };
+    auto scale_of_gradients = [&]() __attribute__((always_inline)) {
+      return kModified ? gradient_scale(params) : scalars.softmax_scale;
     };
     // `scale` makes an element of a sum. `see` is given each pair, and gives it back.
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, auto const& tile, int head_dim,
@@ -334,8 +393,8 @@ struct BwdMma {
                                        m_block * kM + half_queries * 64 + thread / 32 * 16, tile.q_len,
                                        scalars.head_dim_qk - column, thread % 32, [&](int i, int j) {
                                          int const at = 8 * i + 2 * j;
-                                         return pack_pair<Element>(scaled(tdQ(at), scalars.softmax_scale),
-                                                                   scaled(tdQ(at + 1), scalars.softmax_scale));
+                                         return pack_pair<Element>(scaled(tdQ(at), scale_of_gradients()),
+                                                                   scaled(tdQ(at + 1), scale_of_gradients()));
                                        });
       }
     };
@@ -368,13 +427,19 @@ struct BwdMma {
       if (tile.sums >= 0) {
         return;
       }
+      auto const of_values = [&](float sum) {
+        if constexpr (kModified) {
+          return sum * dropout_factor(params);
+        }
+        return sum;
+      };
       write_gradient(
-          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, [](float sum) { return sum; },
+          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, of_values,
           [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
       write_gradient(
           std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
-          [&](float sum) { return scaled(sum, scalars.softmax_scale); },
+          [&](float sum) { return scaled(sum, scale_of_gradients()); },
           [&](std::uint32_t pair) { return look.see(pair); });
       if (look.found()) {
         flag_leak(params);
@@ -469,11 +534,7 @@ struct BwdMma {
       fresh = remaining == 1;
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
-      CUTE_UNROLL
-      for (int i = 0; i < tS.size(); ++i) {
-        tS(i) *= tdP(i);
-      }
-      pack(tdS, tS);
+      make_d_s();
       int const thread = thread_in_group_anew(thread_in_group);
       store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
                           [&](int i, int j) { return tdS(4 * i + j); });

@@ -93,6 +93,15 @@ struct alignas(16) Statistics {
     return exp2_approx((s + sum(minus_lse)) * scale_log2);
   }
   CUTE_DEVICE float negative_delta() const { return sum(minus_delta); }
+  // delta of the statistics at an address of shared memory.
+  CUTE_DEVICE static float read_delta(std::uint32_t address) {
+    std::uint32_t first;  // the first term is its higher half
+    std::uint32_t others;
+    asm volatile("ld.shared.b32 %0, [%1 + 4];" : "=r"(first) : "r"(address) : "memory");
+    asm volatile("ld.shared.b32 %0, [%1 + 8];" : "=r"(others) : "r"(address) : "memory");
+    return -(__uint_as_float(first & 0xffff0000U) + __uint_as_float(others << 16) +
+             __uint_as_float(others & 0xffff0000U));
+  }
   // Whether the LSE is -inf (or inf): no weights.
   CUTE_DEVICE bool is_empty() const { return static_cast<float>(minus_lse[0]) <= -2.9e38F; }
   CUTE_DEVICE bool has_nan_lse() const { return isnan(static_cast<float>(minus_lse[0])); }
@@ -154,6 +163,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Plain = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
+  static constexpr bool kDrops = kModified;
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
@@ -274,6 +284,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Of rows for modified scores.
   struct OfModifiers {
     std::uint32_t slope_or_head[kStages];  // packed: the slope of each block's query head; else that head
+    int head[kPacked ? kStages : 1];       // packed: that head
   };
   struct CommonStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];

@@ -19,6 +19,7 @@
 namespace hattn::sm90 {
 
 struct Fp8Operands {
+  static constexpr bool kDrops = false;
   using Element = cutlass::float_e4m3_t;
   HeadRows<Element> q;
   HeadRows<Element> k;

@@ -7,6 +7,7 @@
 // A warp in whose rows something has leaked or overflowed (common/leak.hpp) puts them right before it hands them over.
 #pragma once
 
+#include "common/dropout.hpp"
 #include "common/leak.hpp"
 #include "common/leak_blocks.hpp"
 #include "common/mask.hpp"
@@ -30,6 +31,12 @@ struct Epilogue {
                  : "memory");
   }
 
+  // An inverse above 0 stays above 0 (RowEnd in common/sinks.hpp).
+  CUTE_DEVICE static float with_factor(float inverse, float factor) {
+    float const product = inverse * factor;
+    return __float_as_uint(product) == 0 ? inverse : product;
+  }
+
   // Writes the tile's log-sum-exp and gives what its O must be multiplied by. (`sums` and `divisors`: softmax.hpp.)
   CUTE_DEVICE static void finish_rows(FwdParams const& params, typename Traits::Scalars const& scalars,
                                       Storage const& storage, int buffer, int consumer, float const (&reference)[2],
@@ -43,6 +50,9 @@ struct Epilogue {
     for (int r = 0; r < 2; ++r) {
       RowEnd const end = RowEnd::of(sink, reference[r], sums[r], divisors[r]);
       inverse[r] = end.inverse;
+      if constexpr (Traits::kDrops) {
+        inverse[r] = with_factor(end.inverse, dropout_factor(params));
+      }
       int const query = first_query + 8 * r;
       store_if(scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile),
                scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head +
@@ -120,7 +130,7 @@ struct Epilogue {
     auto const tile = storage.tile[buffer];
     int const row = Traits::kWritesOutput ? thread_index_anew() / 32 * 16 - 64  // warpgroup 0 loads
                                           : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
-    auto const operands = PlainOperands<Element, Traits::kModifiers>::of(params, tile);
+    auto const operands = OperandsOf<Traits>::of(params, tile);
     __syncwarp();
     using Repair = RepairOf<Traits>;
     int const first_row = tile.block * Traits::kTileM + row;

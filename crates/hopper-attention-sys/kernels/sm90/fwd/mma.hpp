@@ -16,6 +16,7 @@
 #pragma once
 
 #include "common/alibi.hpp"
+#include "common/dropout.hpp"
 #include "common/mask.hpp"
 #include "common/max_logits.hpp"
 #include "common/scalars.hpp"
@@ -42,7 +43,8 @@ struct Mma {
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
-  static constexpr bool kRenews = kModified && kMask == MaskClass::Full && Traits::kHeadDimQK == 128;
+  static constexpr bool kRenews = kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
+                                                (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
 
@@ -149,7 +151,8 @@ struct Mma {
     // Worked out again where it is needed: registers are short while the tile is under way.
     auto skipped_after = [&]() __attribute__((always_inline)) {
       if constexpr (kMask == MaskClass::Window && Traits::kWays == 1) {
-        return visits.skipped_after(Shares<Traits>::visits(band, m_block));
+        // (Else what it is made of is kept from enter_tile on.)
+        return visits.skipped_after(Shares<Traits>::visits(band, kModified ? anew(m_block) : m_block));
       } else {
         return 0;
       }
@@ -252,6 +255,17 @@ struct Mma {
         if (has_alibi(params)) {
           int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
           add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + diagonal() - first_key);
+        }
+      }
+    };
+    // Behind make_p.
+    auto drop = [&](int visit) __attribute__((always_inline)) {
+      if constexpr (Traits::kDrops) {
+        if (has_dropout(params)) {
+          auto const& tile = storage.tile[q.stage];
+          auto const head = static_cast<int>(read_shared(tile.batch) * params.heads_q + read_shared(tile.head));
+          drop_weights<Traits::kTileN>(tOrP, DropoutOfHead::of(params.dropout, head), params.dropout.dropped,
+                                       own_row_anew(), visits.block(visit) * Traits::kTileN, thread_index_anew() & 3);
         }
       }
     };
@@ -418,6 +432,7 @@ struct Mma {
         softmax.add(sums);
       }
       make_p();
+      drop(visit);
     };
 
     Turns::begin(consumer);
@@ -442,6 +457,7 @@ struct Mma {
       warpgroup_fence_operand(tSrS);
       first_softmax();
       make_p();
+      drop(first_visit());
       clear(tOrO);
       skip_v(skipped_before);
     }
@@ -559,6 +575,7 @@ struct Mma {
         warpgroup_fence_operand(tSrS);
         first_softmax();
         make_p();
+        drop(first_visit());
         clear(tOrO);
         continue;
       }
@@ -599,6 +616,7 @@ struct Mma {
       }
       first_softmax();
       make_p();
+      drop(first_visit());
       clear(tOrO);
     }
   }

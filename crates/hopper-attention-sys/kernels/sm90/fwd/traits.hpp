@@ -121,6 +121,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput) && !kIsListed;
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
+  // Two edges and dropout take more registers than there are above head dim 128, and of packed sequences above 64.
+  static constexpr bool kDrops =
+      kModified && (kMask != MaskClass::Window || (!kWritesOutput && !(kPacked && kHeadDimQK > 64)));
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
   // Above head dim 192 tiles leave little room.
   static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;

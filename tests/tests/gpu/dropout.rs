@@ -1,0 +1,97 @@
+//! Dropout on a GPU: every row that takes it, dense and packed, both passes, and garbage in what is dropped.
+
+use hopper_attention::{DType, Device, Dropout, Error, KernelInfo};
+use hopper_attention_tests::data::{Garbage, Input, Values};
+use hopper_attention_tests::dropout::{cases, packed_cases};
+use hopper_attention_tests::gpu::Gpu;
+use hopper_attention_tests::problems::{Case, Grid};
+
+use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
+use crate::packed::packing_rows;
+use crate::{mask_of, with_dtype};
+
+/// The rows that take dropout.
+fn dropping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
+    modifying(gpu, rows, backward, |options| options.dropout(Some(Dropout::new(0.5).unwrap())))
+}
+
+/// The same with sequences of lengths that the device knows.
+fn packed_dropping(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
+    packing_rows(dropping(gpu, rows, backward)).into_iter().filter(|row| row.drops(true)).collect()
+}
+
+#[test]
+fn every_row_drops() {
+    let Some(gpu) = Gpu::open("every_row_drops") else { return };
+    let rows = dropping(&gpu, gpu.modified_rows(), false);
+    take(&gpu, &rows, &cases(Grid::from_env()), "forward with dropout", FORWARD);
+}
+
+#[test]
+fn every_packing_row_drops() {
+    let Some(gpu) = Gpu::open("every_packing_row_drops") else { return };
+    let rows = packed_dropping(&gpu, gpu.modified_rows(), false);
+    take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed forward with dropout", FORWARD);
+}
+
+#[test]
+fn every_backward_row_drops() {
+    let Some(gpu) = Gpu::open("every_backward_row_drops") else { return };
+    let rows = dropping(&gpu, gpu.modified_backward_rows(), true);
+    let cases = fitting(&rows, cases(Grid::from_env()));
+    take(&gpu, &rows, &cases, "backward with dropout", BACKWARD);
+}
+
+#[test]
+fn every_packing_backward_row_drops() {
+    let Some(gpu) = Gpu::open("every_packing_backward_row_drops") else { return };
+    let rows = packed_dropping(&gpu, gpu.modified_backward_rows(), true);
+    let cases = fitting(&rows, packed_cases(Grid::from_env()));
+    take(&gpu, &rows, &cases, "packed backward with dropout", BACKWARD);
+}
+
+/// NaN, infinity and the largest numbers reach the rows that do not drop them, and no others.
+#[test]
+fn garbage_reaches_no_row_that_drops_it() {
+    let Some(gpu) = Gpu::open("garbage_reaches_no_row_that_drops_it") else { return };
+    for row in dropping(&gpu, gpu.modified_rows(), false) {
+        for input in [Input::K, Input::V] {
+            spoiled(&row, input).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
+        }
+    }
+    for row in dropping(&gpu, gpu.modified_backward_rows(), true) {
+        for input in Input::ALL {
+            spoiled(&row, input).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
+        }
+    }
+}
+
+fn spoiled(row: &KernelInfo, input: Input) -> impl Iterator<Item = Case> + use<> {
+    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+    let case = case.head_dim_vo(row.head_dim_vo());
+    Garbage::ALL.into_iter().zip([0.5, 0.9, 0.1, 0.5]).map(move |(garbage, p)| {
+        let case = Case { values: Values::Garbage(input, garbage), ..case.clone() };
+        case.dropout(p)
+    })
+}
+
+/// The library's own choice takes dropout, or says by name what it lacks: windows above head dim 128, packed ones above 64, and
+/// lists of blocks.
+#[test]
+fn a_problem_with_dropout_has_a_plan_or_a_name() {
+    let Some(gpu) = Gpu::open("a_problem_with_dropout_has_a_plan_or_a_name") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let (mut planned, mut named) = (0, 0);
+    for case in [cases(Grid::Full), packed_cases(Grid::Full)].concat() {
+        let problem = case.problem(DType::BF16);
+        match problem.plan(&device) {
+            Ok(_) => planned += 1,
+            Err(Error::Unsupported { wanted, .. }) => {
+                assert!(wanted.starts_with("dropout with") || wanted.contains("blocks"), "{problem}: {wanted}");
+                named += 1;
+            }
+            Err(error) => panic!("{problem}: {error}"),
+        }
+    }
+    assert!(planned > named && named > 0, "{planned} and {named}");
+}
