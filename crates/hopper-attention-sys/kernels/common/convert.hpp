@@ -190,8 +190,11 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
     repair_queries<Traits>(params, block);
   }
   if (keys_leak) {
-    int const no_queries = Traits::kTakesShares ? key_pieces<Traits>(params) : 0;
-    repair_keys<Traits>(params, block, static_cast<int>(gridDim.x) - no_queries);
+    std::int64_t ctas = gridDim.x;
+    if constexpr (Traits::kTakesShares) {
+      ctas -= key_pieces<Traits>(params);
+    }
+    repair_keys<Traits>(params, block, ctas);
   }
 }
 
