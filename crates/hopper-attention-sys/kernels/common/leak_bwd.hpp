@@ -273,9 +273,20 @@ struct RepairGradients {
       return params.diagonal_offset;
     }
   }
+  // (A call saves registers in one kernel, and costs some in the other.)
+  __device__ __noinline__ static bool call_drops(Dropout dropout, int head, int query, int key) {
+    return DropoutOfHead::of(dropout, head).drops(query, key, dropout.dropped);
+  }
   CUTE_DEVICE bool drops(int head, int query, int key) const {
-    return has_dropout(params) && DropoutOfHead::of(params.dropout, batch * params.heads_q + head)
-                                      .drops(query, key, params.dropout.dropped);
+    if (!has_dropout(params)) {
+      return false;
+    }
+    int const of_all = batch * params.heads_q + head;
+    if constexpr (Traits::kIsPacked) {
+      return call_drops(params.dropout, of_all, query, key);
+    } else {
+      return DropoutOfHead::of(params.dropout, of_all).drops(query, key, params.dropout.dropped);
+    }
   }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, int head, int query, int key, float s, float d_p) const {
     float slope = 1.0F;
