@@ -229,10 +229,25 @@ class Torch(unittest.TestCase):
             attention(q, k, v, dropout_p=1.0)
 
     @unittest.skipIf(NO_GPU, NO_GPU)
-    def test_a_gpu_refuses_it_by_name(self):
-        q, k, v, _ = (t.detach().cuda().half() for t in self.inputs())
+    def test_a_gpu_drops_what_the_cpu_drops(self):
+        for dtype, bound in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3)):
+            for causal in (False, True):
+                inputs = [torch.randn(2, rows, heads, 64) for rows, heads in ((260, 4), (390, 2), (390, 2), (260, 4))]
+                state = torch.tensor([5, 1 << 33])
+                runs = []
+                for device, of_run in (("cuda", dtype), ("cpu", torch.float32)):
+                    q, k, v, d_o = (t.to(dtype).to(device, of_run).requires_grad_() for t in inputs)
+                    o = hopper_attention.attention(q, k, v, causal, dropout_p=0.3, dropout_state=state)
+                    gradients = torch.autograd.grad(o, (q, k, v), d_o.detach())
+                    runs.append([t.detach().cpu().float() for t in (o, *gradients)])
+                for got, want in zip(*runs):
+                    self.assertLess((got - want).abs().max(), bound * want.abs().max())
+
+    @unittest.skipIf(NO_GPU, NO_GPU)
+    def test_a_gpu_refuses_the_rest_by_name(self):
+        q, k, v = (torch.randn(1, 40, 2, 192, device="cuda", dtype=torch.float16) for _ in range(3))
         with self.assertRaisesRegex(hopper_attention.HattnError, "dropout with .* kernels"):
-            hopper_attention.attention(q, k, v, dropout_p=0.5)
+            hopper_attention.attention(q, k, v, window=(9, 0), dropout_p=0.5)
 
 
 if __name__ == "__main__":

@@ -193,11 +193,17 @@ fn lend<'a, const R: usize>(args: Args<'a>, slot: Slot, shape: [usize; R], numbe
 pub struct Lists<'a> {
     pub packing: Option<&'a Packing>,
     pub blocks: Option<&'a BlockLists>,
-    /// The seed and the offset of dropout, in host memory. Nothing but the CPU has dropout.
+    /// The seed and the offset of dropout, in host memory.
     pub dropout_state: Option<&'a [i32; 4]>,
 }
 
 impl<'a> Lists<'a> {
+    /// Without the state of dropout, of which a GPU needs a copy.
+    #[cfg(feature = "cuda")]
+    pub fn without_state(self) -> Self {
+        Self { dropout_state: None, ..self }
+    }
+
     /// Adds all of them to the arguments of a run.
     pub fn lend(self, args: Args<'a>) -> Result<Args<'a>> {
         let args = BlockLists::lend(self.blocks, Packing::lend(self.packing, args)?)?;

@@ -47,7 +47,8 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     if let Some(lse) = &mut lse {
         args = write(args, Slot::Lse, lse, of_lse)?;
     }
-    let args = lists.lend(args)?;
+    let state = dropout_state(device, lists)?;
+    let args = read_state(lists.without_state().lend(args)?, state.as_ref())?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let stored = |lse| CudaStorage::wrap_cuda_slice(lse, device.clone());
     Ok((CudaStorage::wrap_cuda_slice(o, device.clone()), lse.map(stored)))
@@ -92,7 +93,8 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
         let d_sinks = TensorMut::cuda(d_sinks.as_view_mut(), contiguous::<1>(&[heads])?).map_err(refusal)?;
         args = read_sinks(args, sinks)?.write(Slot::DSinks, d_sinks);
     }
-    let args = lists.lend(args)?;
+    let state = dropout_state(device, lists)?;
+    let args = read_state(lists.without_state().lend(args)?, state.as_ref())?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let d_sinks = d_sinks.map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone()));
     Ok(([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())), d_sinks))
@@ -113,6 +115,18 @@ fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> 
         Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
         Some(sinks) => typed::<f32>(args, sinks),
     }
+}
+
+/// A copy of the seed and the offset of dropout in GPU memory, if there is any.
+fn dropout_state(device: &CudaDevice, lists: Lists<'_>) -> Result<Option<CudaSlice<i32>>> {
+    let copy = |state: &[i32; 4]| device.cuda_stream().clone_htod(state).map_err(candle_core::Error::wrap);
+    lists.dropout_state.map(copy).transpose()
+}
+
+/// Adds that copy.
+fn read_state<'a>(args: Args<'a>, state: Option<&'a CudaSlice<i32>>) -> Result<Args<'a>> {
+    let Some(state) = state else { return Ok(args) };
+    Ok(args.read(Slot::DropoutState, TensorRef::cuda(state.as_view(), contiguous::<1>(&[4])?).map_err(refusal)?))
 }
 
 /// Adds ALiBi's slopes, if there are any: one or two dimensions without gaps, f32.

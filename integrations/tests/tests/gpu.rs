@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_transformers::models::bert::BertModel;
 use candle_transformers::models::{llama, qwen3};
 use hopper_attention_candle::hopper_attention::Error;
-use hopper_attention_candle::{BlockLists, Mask, Options, attention, attention_with_blocks, attention_with_lse, cause};
+use hopper_attention_candle::{BlockLists, Dropout, Mask, Options, attention, attention_with_blocks, attention_with_lse, cause};
 use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, qwen_config};
 use hopper_attention_integration_tests::gradients;
 use hopper_attention_integration_tests::language::{Setup, train, verdict};
@@ -109,6 +109,30 @@ fn block_sparse_masks_are_those_of_the_cpu() -> Result<()> {
         u8::from(kind == 0 || (kind == 1 && (q * 7 + kv * 13 + of) % 5 < 2))
     });
     let mask = Tensor::from_iter(kept, &Device::Cpu)?.reshape((2, 1, rows, columns))?;
+    as_on_the_cpu(&device, [rows, columns], |device, [q, k, v]| {
+        let blocks = BlockLists::from_mask(&mask.to_device(device)?)?;
+        attention_with_blocks(q, k, v, &blocks, &Options::new())
+    })
+}
+
+/// The weights that dropout makes 0 are those of the CPU, where other tests look at them.
+#[test]
+fn dropout_is_that_of_the_cpu() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let dropout = Dropout::new(0.3).expect("a probability");
+    for mask in [Mask::Full, Mask::causal()] {
+        let options = Options::new().mask(mask).dropout(dropout, 77, 5 << 32);
+        as_on_the_cpu(&device, [260, 390], |_, [q, k, v]| attention(q, k, v, &options))?;
+    }
+    Ok(())
+}
+
+/// O and the gradients of Q, K and V on the GPU, in both types, beside those of the CPU in f32.
+fn as_on_the_cpu(
+    device: &Device,
+    [rows, columns]: [usize; 2],
+    attend: impl Fn(&Device, [&Tensor; 3]) -> Result<Tensor>,
+) -> Result<()> {
     let random = |rows, heads| Tensor::randn(0f32, 1.0, (2, rows, heads, 64), &Device::Cpu);
     let qkv = [random(rows, 4)?, random(columns, 2)?, random(columns, 2)?];
     let weight = random(rows, 4)?;
@@ -118,8 +142,7 @@ fn block_sparse_masks_are_those_of_the_cpu() -> Result<()> {
                 .map(|at: usize| Var::from_tensor(&qkv[at].to_dtype(dtype)?.to_dtype(of_run)?.to_device(device)?));
             let [q, k, v] = vars;
             let (q, k, v) = (q?, k?, v?);
-            let blocks = BlockLists::from_mask(&mask.to_device(device)?)?;
-            let o = attention_with_blocks(&q, &k, &v, &blocks, &Options::new())?;
+            let o = attend(device, [&q, &k, &v])?;
             let weight = weight.to_dtype(dtype)?.to_dtype(of_run)?.to_device(device)?;
             let gradients = o.mul(&weight)?.sum_all()?.backward()?;
             let of = |var: &Var| gradients.get(var).expect("a gradient").clone();
@@ -128,7 +151,7 @@ fn block_sparse_masks_are_those_of_the_cpu() -> Result<()> {
                 .into_iter()
                 .collect::<Result<Vec<_>>>()
         };
-        for (at, (got, want)) in run(&device, dtype)?.iter().zip(run(&Device::Cpu, DType::F32)?).enumerate() {
+        for (at, (got, want)) in run(device, dtype)?.iter().zip(run(&Device::Cpu, DType::F32)?).enumerate() {
             let largest = want.abs()?.max_all()?.to_scalar::<f32>()?;
             let worst = difference(got, &want)?.0;
             assert!(worst <= bound * largest, "{dtype:?} {at}: {worst} of {largest}");

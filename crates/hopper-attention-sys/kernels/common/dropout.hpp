@@ -1,5 +1,5 @@
-// Dropout: some weights become 0, chosen by random numbers, and the others are multiplied by `factor`. The LSE is that of
-// all scores.
+// Dropout: some weights become 0, chosen by random numbers, and the others are multiplied by `factor`. The LSE is that
+// of all scores.
 //
 //     O = (P o Z) V    dV = (P o Z)^T dO    dS = P o (Z o dP - delta)    Z = factor or 0
 //
@@ -103,8 +103,8 @@ struct DropoutOfHead {
   }
 };
 
-// Of two neighbours' words: all bits of a half for a pair that stays, none for one that is dropped. `limits`: see below.
-// `kHigh`: of the halves of the words.
+// Of two neighbours' words: all bits of a half for a pair that stays, none for one that is dropped. `limits`: see
+// below. `kHigh`: of the halves of the words.
 template <bool kHigh>
 CUTE_DEVICE std::uint32_t kept_pair(std::uint32_t first, std::uint32_t second, std::uint32_t limits) {
   // A sum with the limit reaches the sign where the number is large enough, and PRMT spreads the sign.
@@ -118,8 +118,8 @@ CUTE_DEVICE std::uint32_t dropout_limits(int dropped) {
   return static_cast<std::uint32_t>(0x8000 - anew(dropped)) * 0x10001U;
 }
 
-// Makes the dropped weights of a forward's block 0: those of a lane's rows `query` and 8 after it, packed as the operand of
-// the product with V. `quad_lane`: the lane's columns are 2 * quad_lane and the next, of each 8.
+// Makes the dropped weights of a forward's block 0: those of a lane's rows `query` and 8 after it, packed as the
+// operand of the product with V. `quad_lane`: the lane's columns are 2 * quad_lane and the next, of each 8.
 template <int kTileN, class Weights>
 CUTE_DEVICE void drop_weights(Weights& weights, DropoutOfHead const& head, int dropped, int query, int first_key,
                               int quad_lane) {
@@ -150,9 +150,9 @@ CUTE_DEVICE void drop_weights(Weights& weights, DropoutOfHead const& head, int d
   }
 }
 
-// The same of a backward's block of kTileM queries from `first_query` on, whose rows are keys: those of a lane are `key` and
-// 8 after it. `kept(at, pair)` is called with the place of each pair among packed weights, and the bits of those that
-// stay.
+// The same of a backward's block of kTileM queries from `first_query` on, whose rows are keys: those of a lane are
+// `key` and 8 after it. `kept(at, pair)` is called with the place of each pair among packed weights, and the bits of
+// those that stay.
 template <int kTileM, class Kept>
 CUTE_DEVICE void see_kept(DropoutOfHead const& head, int dropped, int key, int first_query, int quad_lane,
                           Kept const& kept) {

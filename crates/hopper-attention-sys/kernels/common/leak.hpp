@@ -75,8 +75,7 @@ inline constexpr bool kLooksForInfinity = Traits::kDType == DType::BF16 &&
 
 // Whether a kernel looks at its O.
 template <class Traits>
-inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> ||
-                                       Traits::kDrops;
+inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> || Traits::kDrops;
 
 // Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
 // products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.

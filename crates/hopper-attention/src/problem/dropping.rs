@@ -24,7 +24,8 @@ impl ForwardProblemBuilder {
     ///   the mask, nor on how sequences are packed. [`reference::DropoutMask`](crate::reference::DropoutMask) says for each pair
     ///   whether it is kept.
     /// - A backward pass made from this problem must read the same seed and offset as the forward pass.
-    /// - The CPU computes dropout. GPU kernels and e4m3 operands do not have it yet: a plan for a GPU is refused.
+    /// - The CPU computes dropout, and so do the sm90 kernels for bf16 and f16: all that they compute but lists of blocks, and
+    ///   masks of class window above head dim 128 (packed: above 64). A plan for another GPU or of e4m3 operands is refused.
     ///
     /// A run reads the operand [`Slot::DropoutState`]: the seed and the offset, as four `i32` words
     /// ([`dropout_state`](crate::dropout_state)). It is read while the pass computes. So a program may change them in memory

@@ -269,16 +269,17 @@ struct BwdMma {
           int const batch = warp_value(storage.tile[k.stage].batch);
           int const head = Traits::kIsPacked ? storage.modifiers.head[ring.stage]
                                              : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
-          see_kept<kM>(DropoutOfHead::of(params.dropout, batch * params.heads_q + head), params.dropout.dropped,
-                       n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM, thread % 4,
-                       [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
-                         tP(at) &= kept;
-                         auto const sign = [&](float& p, std::uint32_t half) {
-                           p = __uint_as_float(__float_as_uint(p) | (~half & 0x80000000U));
-                         };
-                         sign(tS(2 * at), kept << 16);
-                         sign(tS(2 * at + 1), kept);
-                       });
+          see_kept<kM>(
+              DropoutOfHead::of(params.dropout, batch * params.heads_q + head), params.dropout.dropped,
+              n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM,
+              thread % 4, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
+                tP(at) &= kept;
+                auto const sign = [&](float& p, std::uint32_t half) {
+                  p = __uint_as_float(__float_as_uint(p) | (~half & 0x80000000U));
+                };
+                sign(tS(2 * at), kept << 16);
+                sign(tS(2 * at + 1), kept);
+              });
         }
       }
     };
@@ -433,9 +434,8 @@ struct BwdMma {
         }
         return sum;
       };
-      write_gradient(
-          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, of_values,
-          [](std::uint32_t pair) { return pair; });
+      write_gradient(std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, of_values,
+                     [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
       write_gradient(
           std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,

@@ -43,8 +43,9 @@ struct Mma {
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
-  static constexpr bool kRenews = kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
-                                                (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
+  static constexpr bool kRenews =
+      kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
+                    (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
 
