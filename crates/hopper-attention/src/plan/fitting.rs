@@ -138,7 +138,7 @@ pub(super) fn fitting<'a>(
                         format!("no {}, or Device::cpu()", names.join(", ")),
                     )
                 }
-                false => (format!("{kernels} without softcap, alibi and max_logits"), "with one of them".into()),
+                false => (format!("{kernels} without softcap, alibi, max_logits and dropout"), "with one of them".into()),
             }
         },
     )?;
