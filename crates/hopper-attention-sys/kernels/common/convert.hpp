@@ -99,7 +99,7 @@ CUTE_DEVICE void repair_queries(BwdParams const& params, std::int64_t block) {
 // Looks through the dK and dV of all keys whose tiles are whole: CTA `cta` of `ctas` through some. (Those that convert
 // pieces of dK and dV are not among them.)
 template <class Traits>
-CUTE_DEVICE void repair_keys(BwdParams const& params, std::int64_t cta, std::int64_t ctas) {
+CUTE_DEVICE void repair_keys(BwdParams const& params, int cta, int ctas) {
   constexpr int kWarps = Traits::ThreadSums::kThreads / 32;
   auto const is_whole = [&](int n_block, int batch_head) {
     BwdScheduler const tiles = key_tiles<Traits>(params);
@@ -189,11 +189,11 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
     repair_queries<Traits>(params, block);
   }
   if (keys_leak) {
-    std::int64_t ctas = gridDim.x;
+    int ctas = static_cast<int>(gridDim.x);
     if constexpr (Traits::kTakesShares) {
       ctas -= key_pieces<Traits>(params);
     }
-    repair_keys<Traits>(params, block, ctas);
+    repair_keys<Traits>(params, ctas - 1 - static_cast<int>(blockIdx.x), ctas);
   }
 }
 
