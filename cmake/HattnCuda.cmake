@@ -1,6 +1,8 @@
 # How device code is compiled. Why each flag is there:
 #   compute_90a,sm_90a   WGMMA, TMA and setmaxnreg exist only in the "a" variant, which runs on Hopper and nothing else
 #   compute_80,...       the sm80 kernels are translated to PTX once, and from there to each code of HATTN_SM80_CODES
+#   --compress-mode=size a fifth of the size; a process unpacks the kernels that it runs, when it first runs them. Other modes leave
+#                        sm_90a as it is
 #   -O3 --use_fast_math  flush to zero and approximate division; code that needs exact rounding uses PTX instructions by name
 #   -DNDEBUG             an assert is a call, and a call serialises the WGMMA pipeline
 #   -Xptxas -v           registers, stack and spills of every kernel, kept beside its object for the audit
@@ -30,13 +32,11 @@ configure_file("${HATTN_PARAMS_HEADER}" "${hattn_generated_include}/hopper-atten
 
 # hattn_kernel_options(TARGET ARCH...): flags and include roots of the kernels for these architectures.
 function(hattn_kernel_options target)
-  set(codes "")
+  set(codes "--compress-mode=size")
   if("sm90" IN_LIST ARGN)
     list(APPEND codes "SHELL:-gencode arch=compute_90a,code=sm_90a")
   endif()
   if("sm80" IN_LIST ARGN)
-    # Several codes a kernel, of which a process loads one: packed as small as can be.
-    list(APPEND codes "--compress-mode=size")
     foreach(code IN LISTS HATTN_SM80_CODES)
       list(APPEND codes "SHELL:-gencode arch=compute_80,code=${code}")
     endforeach()

@@ -1,7 +1,9 @@
 //! Cases ready to run, results judged, and the table of it all.
 
 use std::collections::BTreeMap;
+use std::collections::hash_map::DefaultHasher;
 use std::fmt::{Display, Write as _};
+use std::hash::{Hash as _, Hasher as _};
 
 use hopper_attention::DType;
 use hopper_attention::reference::Tensor;
@@ -62,6 +64,31 @@ impl<T: Poison> Mutated for Prepared<T> {
         let report = self.expected.check(o, Some(lse)).expect("matching shapes");
         report.passed().then(|| report.to_string())
     }
+}
+
+/// The cases that a test of the CPU backend takes of a long list: all, or of `HATTN_TEST_EVERY=N` about one in N. Which ones
+/// follows from the cases themselves, so that no pattern of a list has a part in it, and every run takes the same.
+///
+/// # Panics
+/// Where the variable is no count.
+fn share(cases: &[Case]) -> Vec<Case> {
+    /// Shorter lists are taken whole.
+    const LONG: usize = 60;
+    let every: u64 = match std::env::var("HATTN_TEST_EVERY") {
+        Ok(text) => text.parse().ok().filter(|&n| n > 0).unwrap_or_else(|| panic!("HATTN_TEST_EVERY is {text:?}")),
+        Err(_) => 1,
+    };
+    if every == 1 || cases.len() < LONG {
+        return cases.to_vec();
+    }
+    let is_taken = |case: &&Case| {
+        let mut hasher = DefaultHasher::new();
+        case.to_string().hash(&mut hasher);
+        hasher.finish().is_multiple_of(every)
+    };
+    let taken: Vec<_> = cases.iter().filter(is_taken).cloned().collect();
+    say(&format!("{} of {} cases (HATTN_TEST_EVERY={every})", taken.len(), cases.len()));
+    taken
 }
 
 /// The CPU backend's verdict on a case.
@@ -171,9 +198,9 @@ impl Runner {
         }
     }
 
-    /// Takes the CPU backend's verdicts on cases.
+    /// Takes the CPU backend's verdicts on cases, or on a share of them ([`share`]).
     pub fn take_cpu<P: Ready>(&mut self, row: usize, cases: &[Case]) {
-        for cases in cases.chunks(64) {
+        for cases in share(cases).chunks(64) {
             for prepared in P::all(cases) {
                 self.take(row, prepared.case(), P::DTYPE, prepared.verdict_on_cpu());
             }
