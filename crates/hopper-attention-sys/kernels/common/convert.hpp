@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include "common/around.hpp"
-#include "common/dropout.hpp"
 #include "common/element.hpp"
 #include "common/key_pieces.hpp"
 #include "common/leak_bwd.hpp"
@@ -136,7 +135,6 @@ CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block, in
   thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
   int const column = ThreadSums::column();
   std::uint64_t const first = params.d_q.address + 2 * (offset + column);
-  float const scale = gradient_scale(params);
   FiniteLook<Element> look;
   CUTE_UNROLL
   for (int strip = 0; strip < ThreadSums::kStrips; ++strip) {
@@ -144,7 +142,8 @@ CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block, in
                                     m_block * Traits::kTileM + ThreadSums::row() + 16 * strip, rows,
                                     params.head_dim_qk - column, static_cast<int>(threadIdx.x) % 32, [&](int i, int j) {
                                       float2 const pair = thread_sums.pair(strip, i, j);
-                                      return look.see(pack_pair<Element>(scaled(pair.x, scale), scaled(pair.y, scale)));
+                                      return look.see(pack_pair<Element>(scaled(pair.x, params.softmax_scale),
+                                                                         scaled(pair.y, params.softmax_scale)));
                                     });
   }
   return __syncthreads_or(look.found()) != 0;

@@ -15,14 +15,14 @@
 // and in each block of 8 columns two neighbours, which take two calls.
 //
 // A kernel that multiplies weights of 0 with V or dO looks for what leaks from there, as from under a mask (leak.hpp).
-// The factor is part of the scales at the end: of O, dQ, dK and dV. So dS / factor is summed, whose delta is
-// delta / factor: Statistics of queries have that.
+// The factor is part of the scale of O. In the backward it is part of the weights: the statistics of a query have an
+// LSE less log(factor), and a delta over the factor. So a kernel's weight is factor * P, and dS is factor * P o (Z' dP
+// - delta / factor), where Z' is 1 or 0.
 #pragma once
 
-#include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <cute/config.hpp>
-#include <cute/numeric/math.hpp>
 
 #include "common/thread.hpp"
 #include "kernels.hpp"
@@ -39,13 +39,9 @@ CUTE_HOST_DEVICE float dropout_factor(Params const& params) {
   return has_dropout(params) ? params.dropout.factor : 1.0F;
 }
 
-// The scale of dQ and dK. (Of a scale below 2^-126 this product is as it is.)
-CUTE_DEVICE float gradient_scale(BwdParams const& params) {
-  float scale = params.softmax_scale;
-  if (has_dropout(params)) {
-    asm("mul.rn.f32 %0, %0, %1;" : "+f"(scale) : "f"(params.dropout.factor));
-  }
-  return cute::min(scale, FLT_MAX);
+// The natural logarithm of the factor.
+CUTE_DEVICE float log_factor(BwdParams const& params) {
+  return has_dropout(params) ? logf(params.dropout.factor) : 0.0F;
 }
 // What the delta of a query and its dLSE are multiplied by in the statistics.
 CUTE_DEVICE float delta_factor(BwdParams const& params) {

@@ -332,7 +332,7 @@ struct RepairGradients {
         query_rows(params.q, head), query_rows(params.d_o, head), query, key_rows(params.k, kv_head),
         key_rows(params.v, kv_head), begin, end,
         [&](int key, float s, float d_p) { return weights_of(of_query, head, query, key, s, d_p); }, sums, unused);
-    replace(query_rows(params.d_q, anew(head)), query, range, old, sums, gradient_scale(params));
+    replace(query_rows(params.d_q, anew(head)), query, range, old, sums, params.softmax_scale);
   }
 
   // Columns of the dK and the dV of a key.
@@ -398,8 +398,8 @@ struct RepairGradients {
           [&](int query, float s, float d_p) { return weights_of(statistics(head, query), head, query, key, s, d_p); },
           sums_k, sums_v);
     }
-    replace(key_rows(params.d_k, anew(kv_head)), key, of_k, old_k, sums_k, gradient_scale(params));
-    replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, dropout_factor(params));
+    replace(key_rows(params.d_k, anew(kv_head)), key, of_k, old_k, sums_k, params.softmax_scale);
+    replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, 1.0F);
   }
 };
 

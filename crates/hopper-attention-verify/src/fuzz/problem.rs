@@ -181,7 +181,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             }
             // Those for sm90 have dropout, but none beside lists, and beside windows up to some head dim.
             let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
-            let kernels_drop = arch != Some(Arch::Sm80) && case.blocks.is_none() && widest <= widest_with_dropout(&case);
+            let kernels_drop =
+                arch != Some(Arch::Sm80) && case.blocks.is_none() && widest <= widest_with_dropout(&case);
             if !fp8 && (!for_gpu || kernels_drop) {
                 case.dropout = dropout;
             }

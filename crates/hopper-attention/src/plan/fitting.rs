@@ -138,7 +138,9 @@ pub(super) fn fitting<'a>(
                         format!("no {}, or Device::cpu()", names.join(", ")),
                     )
                 }
-                false => (format!("{kernels} without softcap, alibi, max_logits and dropout"), "with one of them".into()),
+                false => {
+                    (format!("{kernels} without softcap, alibi, max_logits and dropout"), "with one of them".into())
+                }
             }
         },
     )?;

@@ -60,6 +60,16 @@
 //!
 //! Such an element has its own size as an additional error. Above this bound nothing is flushed, and nothing is allowed.
 //!
+//! # Rows that dropout leaves next to nothing
+//!
+//! Dropout may leave a row keys of next to no weight. A weight `w` (the row's largest is 1) is rounded to the type of the operands
+//! without regard to what is left, and a GPU makes 0 of it below 2^-126 or, in f16, below 2^-25. So the error of an element of O is
+//! at least
+//!
+//! ```text
+//! 1 / (1 - p) * least * max |v|     least: 2^-25 for f16, 2^-126 * W for bf16 (W as above)
+//! ```
+//!
 //! # e4m3 operands
 //!
 //! - Exact is the f64 computation on the real values of the operands (stored times descale). So an error from quantising the
@@ -431,7 +441,7 @@ impl Expected {
             output_least: if of_e4m3 {
                 half_subnormal(DType::E4M3) / f64::from(scale_o)
             } else {
-                f64::from(f32::MIN_POSITIVE) / 2.0
+                f64::max(f64::from(f32::MIN_POSITIVE) / 2.0, least_with_dropout(problem, inputs[2]))
             },
             flush: problem.sinks().map(|_| Flush::of(problem.dtype())),
             shape: problem.lse_shape(),
@@ -594,6 +604,18 @@ impl Expected {
         }
         figures
     }
+}
+
+/// The least error of an element of O with dropout (see above). 0 without.
+fn least_with_dropout(problem: &ForwardProblem, v: &Tensor) -> f64 {
+    let Some(dropout) = problem.dropout().filter(|dropout| dropout.dropped() > 0) else { return 0.0 };
+    let least = match problem.dtype() {
+        DType::F16 => half_subnormal(DType::F16),
+        DType::BF16 => SMALLEST_NORMAL * weight_limit(DType::BF16),
+        _ => return 0.0,
+    };
+    let finite = v.data().iter().map(|v| v.abs()).filter(|v| v.is_finite());
+    dropout.factor() * least * finite.fold(0.0, f64::max)
 }
 
 /// What a GPU may make 0 of in a row that a sink leaves next to nothing (see above).

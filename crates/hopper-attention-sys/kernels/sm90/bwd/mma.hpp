@@ -345,9 +345,6 @@ struct BwdMma {
         }
       }
     };
-    auto scale_of_gradients = [&]() __attribute__((always_inline)) {
-      return kModified ? gradient_scale(params) : scalars.softmax_scale;
-    };
     // `scale` makes an element of a sum. `see` is given each pair, and gives it back.
     auto write_gradient = [&](auto columns, TensorDesc const& tensor, auto const& tile, int head_dim,
                               auto const& values, auto const& scale, auto const& see) __attribute__((always_inline)) {
@@ -394,8 +391,8 @@ struct BwdMma {
                                        m_block * kM + half_queries * 64 + thread / 32 * 16, tile.q_len,
                                        scalars.head_dim_qk - column, thread % 32, [&](int i, int j) {
                                          int const at = 8 * i + 2 * j;
-                                         return pack_pair<Element>(scaled(tdQ(at), scale_of_gradients()),
-                                                                   scaled(tdQ(at + 1), scale_of_gradients()));
+                                         return pack_pair<Element>(scaled(tdQ(at), scalars.softmax_scale),
+                                                                   scaled(tdQ(at + 1), scalars.softmax_scale));
                                        });
       }
     };
@@ -428,18 +425,13 @@ struct BwdMma {
       if (tile.sums >= 0) {
         return;
       }
-      auto const of_values = [&](float sum) {
-        if constexpr (kModified) {
-          return sum * dropout_factor(params);
-        }
-        return sum;
-      };
-      write_gradient(std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, of_values,
-                     [](std::uint32_t pair) { return pair; });
+      write_gradient(
+          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, [](float sum) { return sum; },
+          [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
       write_gradient(
           std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
-          [&](float sum) { return scaled(sum, scale_of_gradients()); },
+          [&](float sum) { return scaled(sum, scalars.softmax_scale); },
           [&](std::uint32_t pair) { return look.see(pair); });
       if (look.found()) {
         flag_leak(params);
