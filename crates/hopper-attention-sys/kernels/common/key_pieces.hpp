@@ -1,6 +1,7 @@
 // How sums of a tile's dV and dK, of several shares, become the gradients.
 #pragma once
 
+#include "common/dropout.hpp"
 #include "common/element.hpp"
 #include "common/leak_bwd.hpp"
 #include "kernels.hpp"
@@ -36,7 +37,7 @@ struct KeyPieces {
   CUTE_DEVICE static bool write(BwdParams const& params, int n_block, int head, int batch, int piece,
                                 float4 const (&fours)[kFours], int thread) {
     TensorDesc const& tensor = is_v(piece) ? params.d_v : params.d_k;
-    float const scale = is_v(piece) ? 1.0F : params.softmax_scale;
+    float const scale = is_v(piece) ? dropout_factor(params) : params.softmax_scale;
     FiniteLook<Element> look;
     write_pairs<kColumns>(
         tensor.address + 2 * (batch * tensor.stride_batch + head * tensor.stride_head + column(piece)),

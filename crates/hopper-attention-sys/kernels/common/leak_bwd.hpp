@@ -300,7 +300,7 @@ struct RepairGradients {
     }
     float const p = of_query.weight(s, backward_factor(params), has_modifiers(params));
     bool const dropped = drops(head, query, key);
-    return {p, p * ((dropped ? 0.0F : d_p) + of_query.negative_delta()) * slope,
+    return {p, p * dropout_factor(params) * ((dropped ? 0.0F : d_p) + of_query.negative_delta()) * slope,
             lists(head, query, key) && !of_query.is_empty(), !dropped};
   }
 
@@ -399,7 +399,7 @@ struct RepairGradients {
           sums_k, sums_v);
     }
     replace(key_rows(params.d_k, anew(kv_head)), key, of_k, old_k, sums_k, params.softmax_scale);
-    replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, 1.0F);
+    replace(key_rows(params.d_v, anew(kv_head)), key, of_v, old_v, sums_v, dropout_factor(params));
   }
 };
 

@@ -611,7 +611,7 @@ mod tests {
         let (on_gpu, on_cpu): (Vec<Problem>, Vec<Problem>) = (drawn(true), drawn(false));
         // What kernels do not have of it is not drawn for them.
         let dropping = || on_gpu.iter().filter(|problem| problem.case.dropout != 0.0);
-        assert!(dropping().count() > 50, "{}", dropping().count());
+        assert!(dropping().count() > 20, "{}", dropping().count());
         for problem in dropping() {
             assert!(problem.arch != Some(Arch::Sm80) && problem.case.blocks.is_none(), "{}", problem.case);
             let dims = problem.case.dims;

@@ -261,11 +261,12 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
-    // Makes the operand's dropped weights 0. In tS they get the sign, which no weight has.
+    // Makes the operand's dropped weights 0. tS has them with the factor, and with the sign, which no weight has.
     auto drop = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_dropout(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
+          std::uint32_t const factor = __float_as_uint(params.dropout.factor);
           int const batch = warp_value(storage.tile[k.stage].batch);
           int const head = Traits::kIsPacked ? storage.modifiers.head[ring.stage]
                                              : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
@@ -274,16 +275,16 @@ struct BwdMma {
               n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM,
               thread % 4, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
                 tP(at) &= kept;
-                auto const sign = [&](float& p, std::uint32_t half) {
-                  p = __uint_as_float(__float_as_uint(p) | (~half & 0x80000000U));
+                auto const scale = [&](float& p, std::uint32_t half) {
+                  p *= __uint_as_float(factor | (~half & 0x80000000U));
                 };
-                sign(tS(2 * at), kept << 16);
-                sign(tS(2 * at + 1), kept);
+                scale(tS(2 * at), kept << 16);
+                scale(tS(2 * at + 1), kept);
               });
         }
       }
     };
-    // dS of a block over the factor of dropout, from P (with that sign) and dP less delta.
+    // dS of a block, from what drop() has left, and dP less delta.
     auto make_d_s = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_dropout(params)) {
@@ -426,7 +427,8 @@ struct BwdMma {
         return;
       }
       write_gradient(
-          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV, [](float sum) { return sum; },
+          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV,
+          [&](float sum) { return kModified ? sum * dropout_factor(params) : sum; },
           [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
       write_gradient(
