@@ -142,7 +142,7 @@ spare_disk "$target/debug/deps" "$target/debug/examples" integrations/target/deb
 
 # With CUDA. Always for the whole workspace: to Cargo another selection of packages is another set of features, and it would
 # compile the crates again. Left out are tests that have just run and do the same with the feature: what runs on the CPU, what must
-# not compile, the dependency rules. Each test program with the feature holds all kernels, 90 MB: a small disk does not hold more.
+# not compile, the dependency rules. Each test program with the feature holds all kernels: a small disk does not hold more.
 # Lints need no kernels. (To Cargo, Clippy's build script is not that of the tests, so the variable does not disturb them.)
 targets=()
 for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main.rs}; do
