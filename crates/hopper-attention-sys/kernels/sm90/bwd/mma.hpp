@@ -261,12 +261,11 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
-    // Makes the operand's dropped weights 0. tS has them with the factor, and with the sign, which no weight has.
+    // Makes the operand's dropped weights 0. In tS they get the sign, which no weight has.
     auto drop = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_dropout(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
-          std::uint32_t const factor = __float_as_uint(params.dropout.factor);
           int const batch = warp_value(storage.tile[k.stage].batch);
           int const head = Traits::kIsPacked ? storage.modifiers.head[ring.stage]
                                              : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
@@ -275,11 +274,11 @@ struct BwdMma {
               n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM,
               thread % 4, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
                 tP(at) &= kept;
-                auto const scale = [&](float& p, std::uint32_t half) {
-                  p *= __uint_as_float(factor | (~half & 0x80000000U));
+                auto const sign = [&](float& p, std::uint32_t half) {
+                  p = __uint_as_float(__float_as_uint(p) | (~half & 0x80000000U));
                 };
-                scale(tS(2 * at), kept << 16);
-                scale(tS(2 * at + 1), kept);
+                sign(tS(2 * at), kept << 16);
+                sign(tS(2 * at + 1), kept);
               });
         }
       }
@@ -305,8 +304,9 @@ struct BwdMma {
                 tS(at) *= __float_as_int(tS(at)) < 0 ? delta : tdP(at);
               }
             }
-            tdS(2 * i) = pack_pair<Element>(tS(4 * i), tS(4 * i + 1));
-            tdS(2 * i + 1) = pack_pair<Element>(tS(4 * i + 2), tS(4 * i + 3));
+            float const factor = params.dropout.factor;
+            tdS(2 * i) = pack_pair<Element>(tS(4 * i) * factor, tS(4 * i + 1) * factor);
+            tdS(2 * i + 1) = pack_pair<Element>(tS(4 * i + 2) * factor, tS(4 * i + 3) * factor);
           }
           return;
         }
