@@ -6,7 +6,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_transformers::models::bert::BertModel;
 use candle_transformers::models::{llama, qwen3};
 use hopper_attention_candle::hopper_attention::Error;
-use hopper_attention_candle::{BlockLists, Dropout, Mask, Options, attention, attention_with_blocks, attention_with_lse, cause};
+use hopper_attention_candle::{
+    BlockLists, Dropout, Mask, Options, attention, attention_with_blocks, attention_with_lse, cause,
+};
 use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, qwen_config};
 use hopper_attention_integration_tests::gradients;
 use hopper_attention_integration_tests::language::{Setup, train, verdict};
