@@ -198,7 +198,7 @@ impl Runner {
         }
     }
 
-    /// Takes the CPU backend's verdicts on cases, or on a share of them ([`share`]).
+    /// Takes the CPU backend's verdicts on cases, or on a share of them (`share`).
     pub fn take_cpu<P: Ready>(&mut self, row: usize, cases: &[Case]) {
         for cases in share(cases).chunks(64) {
             for prepared in P::all(cases) {

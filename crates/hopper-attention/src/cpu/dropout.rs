@@ -22,7 +22,7 @@ pub(super) struct Drops {
 impl Drops {
     /// Those of a query head. `state` has the words of the seed and of the offset. `None` where nothing is dropped.
     pub fn of(problem: &ForwardProblem, state: Option<[i32; 4]>, sequence: &Sequence, head: usize) -> Option<Self> {
-        let dropout = problem.dropout().filter(|dropout| dropout.dropped() > 0)?;
+        let dropout = problem.drops()?;
         let [seed_low, seed_high, offset_low, offset_high] = state?.map(|word| word as u32);
         // Batch entries times heads are below 2^31.
         let head = (sequence.q.sequence * problem.dims().heads_q + head) as u32;

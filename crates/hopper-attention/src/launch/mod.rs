@@ -325,9 +325,7 @@ fn blocks(
 /// The dropout of a pass. All zeros where nothing is dropped.
 #[cfg(feature = "cuda")]
 fn dropout(problem: &ForwardProblem, args: &KernelArgs) -> crate::sys::Dropout {
-    let Some(dropout) = problem.dropout().filter(|dropout| dropout.dropped() > 0) else {
-        return crate::sys::Dropout::default();
-    };
+    let Some(dropout) = problem.drops() else { return crate::sys::Dropout::default() };
     crate::sys::Dropout {
         state: args.get(Slot::DropoutState).address,
         dropped: dropout.dropped() as i32,

@@ -180,7 +180,7 @@ pub(super) fn fitting<'a>(
     let packed = problem.has_lengths();
     let rows = filter_rows(
         rows,
-        |row| !drops(problem) || row.drops(packed),
+        |row| problem.drops().is_none() || row.drops(packed),
         |rows| {
             let sequences = if packed { ", packed" } else { "" };
             let wanted = format!("dropout with {}, {class}{sequences}, head_dim {qk}/{vo}", kernels_of(rows, dtype));
@@ -206,11 +206,6 @@ pub(super) fn fitting<'a>(
     )
 }
 
-/// Whether weights are dropped. With a probability of 0 none are.
-fn drops(problem: &ForwardProblem) -> bool {
-    problem.dropout().is_some_and(|dropout| dropout.dropped() > 0)
-}
-
 /// What a problem does to its scores or weights or reads of them, with and without numbers.
 fn modifiers(problem: &ForwardProblem) -> Vec<(String, &'static str)> {
     let softcap = problem.softcap();
@@ -218,7 +213,7 @@ fn modifiers(problem: &ForwardProblem) -> Vec<(String, &'static str)> {
         (softcap != 0.0, format!("softcap {softcap}"), "softcap"),
         (problem.alibi().is_some(), "alibi".into(), "alibi"),
         (problem.wants_max_logits(), "max_logits".into(), "max_logits"),
-        (drops(problem), problem.dropout().map_or(String::new(), |dropout| dropout.to_string()), "dropout"),
+        (problem.drops().is_some(), problem.drops().map_or(String::new(), |dropout| dropout.to_string()), "dropout"),
     ];
     all.into_iter().filter(|(is_there, ..)| *is_there).map(|(_, with, name)| (with, name)).collect()
 }

@@ -42,6 +42,11 @@ impl ForwardProblem {
         self.dropout
     }
 
+    /// The dropout that drops anything: `None` also for a probability of 0.
+    pub(crate) fn drops(&self) -> Option<Dropout> {
+        self.dropout.filter(|dropout| dropout.dropped() > 0)
+    }
+
     /// The operand with the seed and the offset, which every pass of the problem reads.
     pub(super) fn dropout_operand(&self) -> Operand {
         Operand::read(Slot::DropoutState, DType::I32, [4]).when(self.dropout.is_some(), "dropout")

@@ -608,7 +608,7 @@ impl Expected {
 
 /// The least error of an element of O with dropout (see above). 0 without.
 fn least_with_dropout(problem: &ForwardProblem, v: &Tensor) -> f64 {
-    let Some(dropout) = problem.dropout().filter(|dropout| dropout.dropped() > 0) else { return 0.0 };
+    let Some(dropout) = problem.drops() else { return 0.0 };
     let least = match problem.dtype() {
         DType::F16 => half_subnormal(DType::F16),
         DType::BF16 => SMALLEST_NORMAL * weight_limit(DType::BF16),

@@ -19,6 +19,7 @@ fn main() {
         split_bytes: 0,
         most_shares: 1,
         packs: false,
+        drops: [false; 2],
         modifiers: todo!(),
     };
     let _ = KernelInfo { smem_bytes: 0, ..kernels()[0] };
