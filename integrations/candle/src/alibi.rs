@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use hopper_attention::{AlibiSlopes, Error};
 
 use crate::error::refusal;
+use crate::modifiers::on_one_device;
 
 /// Slopes as a run reads them: f32 without gaps, `[heads_q]` or `[batch, heads_q]`.
 ///
@@ -17,10 +18,7 @@ pub fn slopes(alibi_slopes: &Tensor, like: &Tensor) -> Result<Tensor> {
         let got = format!("{} dimensions, {dims:?}", dims.len());
         return refuse(got, "1, [heads_q], or 2, [batch, heads_q]");
     }
-    if !alibi_slopes.device().same_device(like.device()) {
-        let (got, allowed) = ("another device".into(), "the device of q, k and v".into());
-        return Err(refusal(Error::Device { what: "alibi_slopes", got, allowed }));
-    }
+    on_one_device("alibi_slopes", alibi_slopes, like)?;
     if alibi_slopes.track_op() {
         return refuse("part of a graph with gradients".into(), "detached slopes, since they have no gradient");
     }

@@ -9,7 +9,7 @@ use hopper_attention::{
 use crate::blocks::Lists;
 use crate::error::refusal;
 use crate::offsets::is_packed;
-use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
+use crate::problem::{beyond, by_rank, by_type, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in host memory.
 pub type Given<'a> = (&'a CpuStorage, &'a Layout);
@@ -19,14 +19,15 @@ pub fn forward<T: Float + WithDType>(
     problem: &ForwardProblem,
     lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
-    [sinks, slopes]: [Option<Given<'_>>; 2],
+    [sinks, slopes, bias]: [Option<Given<'_>>; 3],
 ) -> Result<(CpuStorage, Option<CpuStorage>)> {
     let ([is_packed, _], o_shape, lse_shape) = (is_packed(lists.packing), problem.o_shape(), problem.lse_shape());
     let (of_o, of_lse) = (dims(&o_shape, is_packed), dims(&lse_shape, is_packed));
     let (mut o, mut lse) = (vec![T::default(); elements(of_o)?], vec![0f32; elements(of_lse)?]);
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
     args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
-    args = write(read_slopes(read_sinks(args, sinks)?, slopes)?, Slot::O, &mut o, of_o)?;
+    args = read_bias(read_slopes(read_sinks(args, sinks)?, slopes)?, bias)?;
+    args = write(args, Slot::O, &mut o, of_o)?;
     if problem.wants_lse() {
         args = write(args, Slot::Lse, &mut lse, of_lse)?;
     }
@@ -37,16 +38,16 @@ pub fn forward<T: Float + WithDType>(
     Ok((T::to_cpu_storage_owned(o), problem.wants_lse().then_some(CpuStorage::F32(lse))))
 }
 
-/// Computes the gradients of Q, K and V, and that of the sinks if the problem wants it.
+/// Computes the gradients of Q, K and V, and those of the sinks and of the bias if the problem wants them.
 pub fn backward<T: Float + WithDType>(
     problem: &BackwardProblem,
     lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
-    [sinks, slopes]: [Option<Given<'_>>; 2],
+    [sinks, slopes, bias]: [Option<Given<'_>>; 3],
     o: Given<'_>,
     lse: &CpuStorage,
     d_o: Given<'_>,
-) -> Result<([CpuStorage; 3], Option<CpuStorage>)> {
+) -> Result<([CpuStorage; 3], [Option<CpuStorage>; 2])> {
     let shapes = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()];
     let [q_is_packed, kv_is_packed] = is_packed(lists.packing);
     let (of_q, of_k) = (dims(&shapes[0], q_is_packed), dims(&shapes[1], kv_is_packed));
@@ -55,9 +56,12 @@ pub fn backward<T: Float + WithDType>(
     let mut d_k = vec![T::default(); elements(of_k)?];
     let mut d_v = vec![T::default(); elements(of_v)?];
     let mut d_sinks = vec![0f32; problem.dims().heads_q];
+    let bias_shape = problem.forward().bias_shape();
+    let d_bias = bias.filter(|_| problem.wants_d_bias());
+    let mut d_bias = d_bias.map(|(bias, _)| by_type!(bias.dtype(), zeros(elements(&bias_shape)?))).transpose()?;
     let lse_shape = problem.forward().lse_shape();
     let (lse, of_lse) = (lse.as_slice::<f32>()?, dims(&lse_shape, q_is_packed));
-    let mut args = read_slopes(Args::new(), slopes)?;
+    let mut args = read_bias(read_slopes(Args::new(), slopes)?, bias)?;
     for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
         args = read::<T>(args, slot, tensor)?;
     }
@@ -71,12 +75,19 @@ pub fn backward<T: Float + WithDType>(
         let layout = contiguous::<1>(&[problem.dims().heads_q])?;
         args = read_sinks(args, sinks)?.write(Slot::DSinks, TensorMut::host(&mut d_sinks, layout).map_err(refusal)?);
     }
+    args = match &mut d_bias {
+        Some(CpuStorage::F16(d_bias)) => write(args, Slot::DBias, d_bias, &bias_shape)?,
+        Some(CpuStorage::BF16(d_bias)) => write(args, Slot::DBias, d_bias, &bias_shape)?,
+        Some(CpuStorage::F32(d_bias)) => write(args, Slot::DBias, d_bias, &bias_shape)?,
+        // No bias has another type.
+        _ => args,
+    };
     let args = lists.lend(args)?;
     let plan = problem.plan(&Device::Cpu).map_err(refusal)?;
     let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).map_err(refusal)?;
     plan.run(&Stream::Cpu, &mut workspace, args).map_err(refusal)?;
     let d_sinks = problem.wants_d_sinks().then_some(CpuStorage::F32(d_sinks));
-    Ok(([d_q, d_k, d_v].map(T::to_cpu_storage_owned), d_sinks))
+    Ok(([d_q, d_k, d_v].map(T::to_cpu_storage_owned), [d_sinks, d_bias]))
 }
 
 /// Adds the sinks, if there are any: one dimension without gaps, f32 or bf16. The problem has refused other types.
@@ -90,6 +101,14 @@ fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> 
         None => Ok(args),
         Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
         Some(sinks) => typed::<f32>(args, sinks),
+    }
+}
+
+/// Adds the bias, if there is one: f16, bf16 or f32. The problem has refused other types.
+fn read_bias<'a>(args: Args<'a>, bias: Option<Given<'a>>) -> Result<Args<'a>> {
+    match bias {
+        None => Ok(args),
+        Some(bias) => by_type!(bias.0.dtype(), read(args, Slot::Bias, bias)),
     }
 }
 
@@ -110,7 +129,7 @@ fn read<'a, T: Float + WithDType>(args: Args<'a>, slot: Slot, (storage, layout):
     let (name, data) = (slot.name(), storage.as_slice::<T>()?);
     let data = data.get(layout.start_offset()..).ok_or_else(|| beyond(name, layout, data.len()))?;
     by_rank!(layout.dims().len(), R => {
-        Ok(args.read(slot, TensorRef::host(data, ours::<R>(name, layout)?).map_err(refusal)?))
+        Ok(args.read(slot, TensorRef::host(data, ours::<R>(slot, layout)?).map_err(refusal)?))
     })
 }
 
@@ -119,4 +138,9 @@ fn write<'a, T: Element>(args: Args<'a>, slot: Slot, memory: &'a mut [T], shape:
     by_rank!(shape.len(), R => {
         Ok(args.write(slot, TensorMut::host(memory, contiguous::<R>(shape)?).map_err(refusal)?))
     })
+}
+
+/// Memory of candle's for an output.
+fn zeros<T: Float + WithDType>(elements: usize) -> Result<CpuStorage> {
+    Ok(T::to_cpu_storage_owned(vec![T::default(); elements]))
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, DeviceRepr};
-use candle_core::cuda_backend::{CudaDType, CudaDevice};
+use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorageSlice};
 use candle_core::{CudaStorage, DType, Layout, Result};
 use hopper_attention::{
     Args, BackwardPlan, BackwardProblem, Device, Element, Float, ForwardPlan, ForwardProblem, Slot, Stream, TensorMut,
@@ -17,7 +17,7 @@ use lru::LruCache;
 use crate::blocks::Lists;
 use crate::error::refusal;
 use crate::offsets::is_packed;
-use crate::problem::{beyond, by_rank, contiguous, dims, elements, ours};
+use crate::problem::{beyond, by_rank, by_type, contiguous, dims, elements, ours};
 
 /// A tensor of candle's in GPU memory.
 pub type Given<'a> = (&'a CudaStorage, &'a Layout);
@@ -31,7 +31,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     problem: &ForwardProblem,
     lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
-    [sinks, slopes]: [Option<Given<'_>>; 2],
+    [sinks, slopes, bias]: [Option<Given<'_>>; 3],
 ) -> Result<(CudaStorage, Option<CudaStorage>)> {
     static CACHE: Plans<ForwardProblem, ForwardPlan> = Plans::new();
     let device = &q.0.device;
@@ -43,7 +43,8 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     let mut scratch = scratch(device, plan.workspace_bytes())?;
     let mut args = read::<T>(Args::new(), Slot::Q, q)?;
     args = read::<T>(read::<T>(args, Slot::K, k)?, Slot::V, v)?;
-    args = write(read_slopes(read_sinks(args, sinks)?, slopes)?, Slot::O, &mut o, of_o)?;
+    args = read_bias(read_slopes(read_sinks(args, sinks)?, slopes)?, bias)?;
+    args = write(args, Slot::O, &mut o, of_o)?;
     if let Some(lse) = &mut lse {
         args = write(args, Slot::Lse, lse, of_lse)?;
     }
@@ -54,16 +55,17 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     Ok((CudaStorage::wrap_cuda_slice(o, device.clone()), lse.map(stored)))
 }
 
-/// Enqueues the computation of the gradients of Q, K and V, and of that of the sinks if the problem wants it.
+/// Enqueues the computation of the gradients of Q, K and V, and of those of the sinks and of the bias if the problem
+/// wants them.
 pub fn backward<T: Float + CudaDType + DeviceRepr>(
     problem: &BackwardProblem,
     lists: Lists<'_>,
     [q, k, v]: [Given<'_>; 3],
-    [sinks, slopes]: [Option<Given<'_>>; 2],
+    [sinks, slopes, bias]: [Option<Given<'_>>; 3],
     o: Given<'_>,
     lse: &CudaStorage,
     d_o: Given<'_>,
-) -> Result<([CudaStorage; 3], Option<CudaStorage>)> {
+) -> Result<([CudaStorage; 3], [Option<CudaStorage>; 2])> {
     static CACHE: Plans<BackwardProblem, BackwardPlan> = Plans::new();
     let device = &q.0.device;
     let plan = CACHE.plan(device, problem, |device| problem.plan(device))?;
@@ -76,10 +78,14 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
     let mut d_v = uninitialised::<T>(device, elements(of_v)?)?;
     let heads = problem.dims().heads_q;
     let mut d_sinks = if problem.wants_d_sinks() { Some(uninitialised::<f32>(device, heads)?) } else { None };
+    let bias_shape = problem.forward().bias_shape();
+    let d_bias = bias.filter(|_| problem.wants_d_bias()).map(|(bias, _)| bias.dtype());
+    let mut d_bias =
+        d_bias.map(|dtype| by_type!(dtype, stored_uninitialised(device, elements(&bias_shape)?))).transpose()?;
     let mut scratch = scratch(device, plan.workspace_bytes())?;
     let lse_shape = problem.forward().lse_shape();
     let (lse, of_lse) = (lse.as_cuda_slice::<f32>()?, dims(&lse_shape, q_is_packed));
-    let mut args = read_slopes(Args::new(), slopes)?;
+    let mut args = read_bias(read_slopes(Args::new(), slopes)?, bias)?;
     for (slot, tensor) in [(Slot::Q, q), (Slot::K, k), (Slot::V, v), (Slot::O, o), (Slot::DO, d_o)] {
         args = read::<T>(args, slot, tensor)?;
     }
@@ -93,11 +99,18 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
         let d_sinks = TensorMut::cuda(d_sinks.as_view_mut(), contiguous::<1>(&[heads])?).map_err(refusal)?;
         args = read_sinks(args, sinks)?.write(Slot::DSinks, d_sinks);
     }
+    args = match d_bias.as_mut().map(|d_bias| &mut d_bias.slice) {
+        Some(CudaStorageSlice::F16(d_bias)) => write(args, Slot::DBias, d_bias, &bias_shape)?,
+        Some(CudaStorageSlice::BF16(d_bias)) => write(args, Slot::DBias, d_bias, &bias_shape)?,
+        Some(CudaStorageSlice::F32(d_bias)) => write(args, Slot::DBias, d_bias, &bias_shape)?,
+        // No bias has another type.
+        _ => args,
+    };
     let state = dropout_state(device, lists)?;
     let args = read_state(lists.without_state().lend(args)?, state.as_ref())?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let d_sinks = d_sinks.map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone()));
-    Ok(([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())), d_sinks))
+    Ok(([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())), [d_sinks, d_bias]))
 }
 
 /// Adds the sinks, if there are any: one dimension without gaps, f32 or bf16. The problem has refused other types.
@@ -114,6 +127,14 @@ fn read_sinks<'a>(args: Args<'a>, sinks: Option<Given<'a>>) -> Result<Args<'a>> 
         None => Ok(args),
         Some(sinks) if sinks.0.dtype() == DType::BF16 => typed::<bf16>(args, sinks),
         Some(sinks) => typed::<f32>(args, sinks),
+    }
+}
+
+/// Adds the bias, if there is one: f16, bf16 or f32. The problem has refused other types.
+fn read_bias<'a>(args: Args<'a>, bias: Option<Given<'a>>) -> Result<Args<'a>> {
+    match bias {
+        None => Ok(args),
+        Some(bias) => by_type!(bias.0.dtype(), read(args, Slot::Bias, bias)),
     }
 }
 
@@ -150,7 +171,7 @@ fn read<'a, T: Float + CudaDType + DeviceRepr>(
     let (name, data) = (slot.name(), storage.as_cuda_slice::<T>()?);
     let view = data.try_slice(layout.start_offset()..).ok_or_else(|| beyond(name, layout, data.len()))?;
     by_rank!(layout.dims().len(), R => {
-        Ok(args.read(slot, TensorRef::cuda(view, ours::<R>(name, layout)?).map_err(refusal)?))
+        Ok(args.read(slot, TensorRef::cuda(view, ours::<R>(slot, layout)?).map_err(refusal)?))
     })
 }
 
@@ -171,6 +192,14 @@ fn uninitialised<T: Float + DeviceRepr>(device: &CudaDevice, elements: usize) ->
     // SAFETY: every bit pattern is a value of `T`, a float. Nothing reads the memory before the run has written it:
     // the run is the next use of it, and if the run fails the memory is dropped.
     unsafe { device.alloc::<T>(elements) }
+}
+
+/// As [`uninitialised`], as memory of candle's.
+fn stored_uninitialised<T: Float + CudaDType + DeviceRepr>(
+    device: &CudaDevice,
+    elements: usize,
+) -> Result<CudaStorage> {
+    Ok(CudaStorage::wrap_cuda_slice(uninitialised::<T>(device, elements)?, device.clone()))
 }
 
 /// Memory for a workspace. `None` if the plan needs none.

@@ -21,7 +21,8 @@
 //! # What it computes
 //!
 //! `O = softmax(mask(softmax_scale * Q K^T)) V`, as the crate `hopper_attention` defines it. That crate's
-//! documentation says what masks, grouped heads and queries without keys mean.
+//! documentation says what masks, grouped heads and queries without keys mean. [`Options`] has a softcap and dropout.
+//! [`Modifiers`] has an additive bias, sinks, ALiBi and a block-sparse mask.
 //!
 //! - Q is `[batch, seqlen_q, heads_q, head_dim]`, K and V are `[batch, seqlen_kv, heads_kv, head_dim]`. `heads_q` is a
 //!   multiple of `heads_kv`. V may have a head dim of its own. A tensor of candle that is `[batch, heads, seqlen,
@@ -34,8 +35,9 @@
 //! # Gradients
 //!
 //! [`attention`] takes part in candle's autograd, as do the other functions but [`attention_with_lse`]. If one of Q, K,
-//! V and the sinks is a variable or depends on one, the forward pass keeps the log-sum-exp (LSE) for the backward pass:
-//! 4 bytes a query and head. The score matrix is never held in memory. A gradient of a gradient is refused.
+//! V, the sinks and the bias is a variable or depends on one, the forward pass keeps the log-sum-exp (LSE) for the
+//! backward pass: 4 bytes a query and head. The score matrix is never held in memory. A gradient of a gradient is
+//! refused.
 //!
 //! # On a GPU
 //!
@@ -57,10 +59,11 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod knot;
+mod modifiers;
 mod offsets;
 mod op;
 mod problem;
-mod sinks;
 
 use candle_core::{Result, Tensor};
 
@@ -68,10 +71,11 @@ pub use blocks::BlockLists;
 pub use error::{cause, refusal};
 pub use hopper_attention;
 pub use hopper_attention::{Arch, Corner, Dropout, Mask};
+use knot::Held;
+pub use modifiers::Modifiers;
 use offsets::{Lengths, Offsets, Packing, Queries};
 use op::Attention;
 pub use problem::Options;
-use sinks::Sinks;
 
 /// The output O of attention, of the shape `[batch, seqlen_q, heads_q, head_dim_vo]`, in memory of its own without
 /// gaps.
@@ -85,7 +89,7 @@ use sinks::Sinks;
 /// - The tensors are not on one device, or on a device of Apple's.
 /// - The driver failed, or there is no memory.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<Tensor> {
-    attend(q, k, v, Beside::default(), None, options)
+    attend(q, k, v, Modifiers::new(), None, options)
 }
 
 /// As [`attention`], with an attention sink for each query head: `sinks` is `[heads_q]`, in f32 or bf16.
@@ -112,7 +116,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
 /// # Errors
 /// As [`attention`]. Also: the sinks are not `[heads_q]`, of another type, or on another device than Q, K and V.
 pub fn attention_with_sinks(q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor, options: &Options) -> Result<Tensor> {
-    attend(q, k, v, Beside { sinks: Some(sinks), ..Beside::default() }, None, options)
+    attention_with(q, k, v, Modifiers::new().sinks(sinks), options)
 }
 
 /// As [`attention`], with linear biases (ALiBi): the score of query `i` and key `j` loses
@@ -143,15 +147,54 @@ pub fn attention_with_alibi(
     alibi_slopes: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, Beside { slopes: Some(alibi_slopes), ..Beside::default() }, None, options)
+    attention_with(q, k, v, Modifiers::new().alibi_slopes(alibi_slopes), options)
 }
 
-/// What attention reads beside Q, K and V.
-#[derive(Clone, Copy, Default)]
-struct Beside<'a> {
-    sinks: Option<&'a Tensor>,
-    slopes: Option<&'a Tensor>,
-    blocks: Option<&'a BlockLists>,
+/// As [`attention`], with an additive bias: a number of each pair of a query and a key, which is added to its score
+/// after scale and softcap, and before the mask.
+///
+/// `bias` is `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`, in f32, bf16 or f16, whatever the type of Q, K
+/// and V. A dimension of 1 is shared. A bias of -inf hides its pair as a mask does, and a query whose pairs are all
+/// hidden has the output 0. Nothing is copied: the innermost stride must be 1, and the other strides are free.
+/// [`hopper_attention::Bias`] says more.
+///
+/// candle's autograd can compute gradients through O, also that of the bias, in its shape and type. It is summed over
+/// the shared dimensions in a fixed order, so that it repeats.
+///
+/// The CPU computes it. GPUs have no kernels for a bias yet, and refuse it by name.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use hopper_attention_candle::{Mask, Options, attention_with_bias};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let qkv = Tensor::randn(0f32, 1.0, (2, 16, 4, 64), &Device::Cpu)?;
+/// let bias = Var::randn(0f32, 1.0, (1, 4, 16, 16), &Device::Cpu)?; // one for both batch entries
+/// let o = attention_with_bias(&qkv, &qkv, &qkv, &bias, &Options::new().mask(Mask::causal()))?;
+/// assert_eq!(o.sum_all()?.backward()?.get(&bias).unwrap().dims(), [1, 4, 16, 16]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`attention`]. Also: the bias has another shape or type, is on another device than Q, K and V, or has another
+/// innermost stride than 1. On a GPU: always.
+pub fn attention_with_bias(q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor, options: &Options) -> Result<Tensor> {
+    attention_with(q, k, v, Modifiers::new().bias(bias), options)
+}
+
+/// As [`attention`], with any of a bias, sinks, ALiBi and a block-sparse mask together.
+///
+/// # Errors
+/// As [`attention_with_bias`], [`attention_with_sinks`], [`attention_with_alibi`] and [`attention_with_blocks`] for
+/// what is given. On a GPU also: there is no kernel for what is given together.
+pub fn attention_with(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    modifiers: Modifiers<'_>,
+    options: &Options,
+) -> Result<Tensor> {
+    attend(q, k, v, modifiers, None, options)
 }
 
 /// As [`attention`], with a block-sparse mask beside that of `options`: a pair is kept if both keep it. Blocks of 128 queries
@@ -185,8 +228,7 @@ pub fn attention_with_blocks(
     blocks: &BlockLists,
     options: &Options,
 ) -> Result<Tensor> {
-    blocks::check(blocks, q)?;
-    attend(q, k, v, Beside { blocks: Some(blocks), ..Beside::default() }, None, options)
+    attention_with(q, k, v, Modifiers::new().blocks(blocks), options)
 }
 
 /// What all calls with gradients do.
@@ -194,19 +236,23 @@ fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    Beside { sinks, slopes, blocks }: Beside<'_>,
+    Modifiers { bias, sinks, slopes, blocks }: Modifiers<'_>,
     packing: Option<Packing>,
     options: &Options,
 ) -> Result<Tensor> {
-    let has_gradients = [q, k, v].into_iter().chain(sinks).any(|tensor| tensor.track_op());
+    if let Some(blocks) = blocks {
+        blocks::check(blocks, q)?;
+    }
+    if let Some(bias) = bias {
+        modifiers::check_bias(bias, q, k)?;
+    }
+    let sinks = sinks.map(|sinks| modifiers::sinks(sinks, q)).transpose()?;
     let slopes = slopes.map(|slopes| alibi::slopes(slopes, q)).transpose()?;
+    let has_gradients = [q, k, v].into_iter().chain(&sinks).chain(bias).any(|tensor| tensor.track_op());
     let op = Attention::new(options, has_gradients, packing).with_slopes(slopes).with_blocks(blocks.cloned());
-    match sinks {
+    match Held::new(k, sinks.as_ref(), bias)? {
         None => q.apply_op3(k, v, op),
-        Some(sinks) => {
-            let (sinks, knot) = Sinks::new(k, sinks)?;
-            q.apply_op3(&knot, v, op.with_sinks(sinks))
-        }
+        Some((held, knot)) => q.apply_op3(&knot, v, op.with_held(held)),
     }
 }
 
@@ -251,7 +297,7 @@ pub fn attention_varlen(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, Beside::default(), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attend(q, k, v, Modifiers::new(), Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 /// As [`attention_varlen`], with linear biases: see [`attention_with_alibi`]. Distances are those of each sequence, and slopes
@@ -268,8 +314,7 @@ pub fn attention_varlen_with_alibi(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    let slopes = Beside { slopes: Some(alibi_slopes), ..Beside::default() };
-    attend(q, k, v, slopes, Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attend(q, k, v, Modifiers::new().alibi_slopes(alibi_slopes), Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 /// As [`attention_varlen`], with a sink for each query head, which all sequences share: see [`attention_with_sinks`].
@@ -287,8 +332,7 @@ pub fn attention_varlen_with_sinks(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    let sinks = Beside { sinks: Some(sinks), ..Beside::default() };
-    attend(q, k, v, sinks, Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attend(q, k, v, Modifiers::new().sinks(sinks), Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 fn packed(q: &Tensor, seqlens_q: &Tensor, seqlens_kv: &Tensor) -> Result<Packing> {
@@ -318,7 +362,7 @@ pub fn attention_padded_q(
 ) -> Result<Tensor> {
     let lengths = Lengths::new("seqlens_q", seqlens_q, q.dims().get(1).copied().unwrap_or(0), q.device())?;
     let packing = Packing { q: Queries::Padded(lengths), kv: Offsets::new("seqlens_kv", seqlens_kv, q.device())? };
-    attend(q, k, v, Beside { sinks, ..Beside::default() }, Some(packing), options)
+    attend(q, k, v, Modifiers { sinks, ..Modifiers::new() }, Some(packing), options)
 }
 
 /// As [`attention`], with the log-sum-exp of each query beside O: natural logarithm, f32, `[batch, heads_q,

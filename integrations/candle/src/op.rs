@@ -7,7 +7,7 @@ use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
-use hopper_attention::{BackwardProblem, Error, bf16, f16};
+use hopper_attention::{BackwardProblem, Error};
 
 use crate::alibi;
 use crate::blocks::{BlockLists, Lists};
@@ -15,9 +15,9 @@ use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{missing, refusal};
+use crate::knot::{Held, Operand};
 use crate::offsets::{Packing, is_packed};
-use crate::problem::{Beside, Options, dims};
-use crate::sinks::Sinks;
+use crate::problem::{Beside, Options, bias_form, by_type, dims};
 
 /// The forward pass of one call.
 pub struct Attention {
@@ -25,8 +25,9 @@ pub struct Attention {
     wants_lse: bool,
     /// The offsets of packed sequences.
     packing: Option<Packing>,
-    /// The sinks. The second tensor of the operation is then their knot, in the place of K.
-    sinks: Option<Sinks>,
+    /// K, the sinks and the bias, if there is one of the last two. The second tensor of the operation is then their
+    /// knot, in the place of K.
+    held: Option<Held>,
     /// ALiBi's slopes, in f32 without gaps.
     slopes: Option<Tensor>,
     /// A block-sparse mask.
@@ -38,12 +39,12 @@ pub struct Attention {
 impl Attention {
     pub fn new(options: &Options, wants_lse: bool, packing: Option<Packing>) -> Self {
         let options = options.clone();
-        Self { options, wants_lse, packing, sinks: None, slopes: None, blocks: None, lse: OnceLock::new() }
+        Self { options, wants_lse, packing, held: None, slopes: None, blocks: None, lse: OnceLock::new() }
     }
 
-    /// With sinks, whose knot then stands in the place of K.
-    pub fn with_sinks(self, sinks: Sinks) -> Self {
-        Self { sinks: Some(sinks), ..self }
+    /// With sinks or a bias, whose knot then stands in the place of K.
+    pub fn with_held(self, held: Held) -> Self {
+        Self { held: Some(held), ..self }
     }
 
     /// With ALiBi, if there are slopes.
@@ -56,13 +57,10 @@ impl Attention {
         Self { blocks, ..self }
     }
 
-    fn beside(&self) -> Beside {
-        beside(self.sinks.as_ref(), self.slopes.as_ref(), self.blocks.as_ref())
-    }
-
-    fn lists(&self) -> Lists<'_> {
+    fn given(&self) -> Given<'_> {
         let (packing, blocks) = (self.packing.as_ref(), self.blocks.as_ref());
-        Lists { packing, blocks, dropout_state: self.options.dropout_state() }
+        let lists = Lists { packing, blocks, dropout_state: self.options.dropout_state() };
+        Given { options: &self.options, lists, held: self.held.as_ref(), slopes: self.slopes.as_ref() }
     }
 
     /// The LSE, after a forward pass that wanted it.
@@ -78,35 +76,90 @@ impl Attention {
     }
 }
 
-/// Computes an expression with a tensor's memory of one kind, `Cpu` or `Cuda`, and its layout: `None` without the tensor. The
-/// memory is locked meanwhile.
-macro_rules! with_memory {
-    ($tensor:expr, $kind:ident, $given:ident => $body:expr) => {
-        match $tensor.map(Tensor::storage_and_layout) {
-            None => {
-                let $given = None;
-                $body
-            }
-            Some((storage, layout)) => match &*storage {
-                Storage::$kind(memory) => {
-                    let $given = Some((memory, layout));
-                    $body
-                }
-                _ => Err(elsewhere()),
+/// What both passes have beside Q, K and V.
+#[derive(Clone, Copy)]
+struct Given<'a> {
+    options: &'a Options,
+    lists: Lists<'a>,
+    held: Option<&'a Held>,
+    slopes: Option<&'a Tensor>,
+}
+
+impl<'a> Given<'a> {
+    fn sinks(self) -> Option<&'a Operand> {
+        self.held.and_then(|held| held.sinks.as_ref())
+    }
+
+    fn bias(self) -> Option<&'a Operand> {
+        self.held.and_then(|held| held.bias.as_ref())
+    }
+
+    /// The tensors that a run reads beside Q, K and V: the sinks, ALiBi's slopes and the bias.
+    fn others(self) -> [Option<&'a Tensor>; 3] {
+        let tensor = |operand: &'a Operand| &operand.tensor;
+        [self.sinks().map(tensor), self.slopes, self.bias().map(tensor)]
+    }
+
+    /// What the problem has beside its tensors.
+    fn beside(self) -> Result<Beside> {
+        let [sinks, slopes, bias] = self.others();
+        Ok(Beside {
+            sinks: sinks.map(Tensor::dtype),
+            alibi: slopes.map(alibi::option),
+            bias: bias.map(bias_form).transpose()?,
+            blocks: self.lists.blocks.map(BlockLists::option),
+        })
+    }
+}
+
+/// The memory of one kind, `Cpu` or `Cuda`, and the layout of an optional tensor that `storage_and_layout` has locked.
+/// Returns an error from the function around it where the memory is of another kind.
+macro_rules! memory {
+    ($locked:expr, $kind:ident) => {
+        match &$locked {
+            None => None,
+            Some((storage, layout)) => match &**storage {
+                Storage::$kind(memory) => Some((memory, *layout)),
+                _ => return Err(elsewhere()),
             },
         }
     };
 }
 
-/// Calls a function for the type of the elements. The problem has refused other types.
-macro_rules! by_type {
-    ($dtype:expr, $($function:ident)::+ ($($argument:expr),*)) => {
-        match $dtype {
-            DType::F16 => $($function)::+::<f16>($($argument),*),
-            DType::BF16 => $($function)::+::<bf16>($($argument),*),
-            _ => $($function)::+::<f32>($($argument),*),
-        }
-    };
+/// The body of the forward pass for one kind of memory, with the module of that kind. One text for both, so that they
+/// stay the same.
+macro_rules! forward {
+    ($op:expr, $kind:ident, $module:ident, [$q:expr, $k:expr, $v:expr]) => {{
+        let (op, given) = ($op, $op.given());
+        let held = given.held.map(|held| held.k.storage_and_layout());
+        let [sinks, slopes, bias] = given.others().map(|other| other.map(Tensor::storage_and_layout));
+        let others = [memory!(sinks, $kind), memory!(slopes, $kind), memory!(bias, $kind)];
+        let qkv = [$q, memory!(held, $kind).unwrap_or($k), $v];
+        let (dtype, layouts) = (qkv[0].0.dtype(), qkv.map(|(_, layout)| layout));
+        let problem = op.options.forward(dtype, layouts, given.beside()?, op.wants_lse, given.lists.packing)?;
+        let (o, lse) = by_type!(dtype, $module::forward(&problem, given.lists, qkv, others))?;
+        op.keep(lse.map(Storage::$kind), problem.lse_shape());
+        Ok((o, dims(&problem.o_shape(), is_packed(given.lists.packing)[0]).into()))
+    }};
+}
+
+/// The body of the backward pass for one kind of memory, as [`forward`].
+macro_rules! backward {
+    ($op:expr, $kind:ident, $module:ident, $qkv:expr) => {{
+        let (op, given, qkv) = ($op, $op.given, $qkv);
+        let [o, lse, d_o] = [op.o, op.lse, op.d_o].map(|tensor| Some(tensor.storage_and_layout()));
+        let [sinks, slopes, bias] = given.others().map(|other| other.map(Tensor::storage_and_layout));
+        let others = [memory!(sinks, $kind), memory!(slopes, $kind), memory!(bias, $kind)];
+        let (Some(o), Some((lse, _)), Some(d_o)) = (memory!(o, $kind), memory!(lse, $kind), memory!(d_o, $kind)) else {
+            return Err(missing("o, lse and d_o"));
+        };
+        let dtype = qkv[0].0.dtype();
+        let problem = op.problem(dtype, qkv.map(|(_, layout)| layout))?;
+        let ([d_q, d_k, d_v], others) =
+            by_type!(dtype, $module::backward(&problem, given.lists, qkv, others, o, lse, d_o))?;
+        op.keep(&problem, [d_k, d_v].map(Storage::$kind), others.map(|gradient| gradient.map(Storage::$kind)));
+        Ok((d_q, dims(&problem.d_q_shape(), is_packed(given.lists.packing)[0]).into()))
+    }};
 }
 
 impl CustomOp3 for Attention {
@@ -123,21 +176,7 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
-        with_memory!(sinks.map(|sinks| &sinks.k), Cpu, held => {
-            let (k, of_k) = held.unwrap_or((k, of_k));
-            let logits = sinks.map(|sinks| &sinks.logits);
-            let (beside, lists) = (self.beside(), self.lists());
-            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], beside, self.wants_lse, packing)?;
-            let qkv = [(q, of_q), (k, of_k), (v, of_v)];
-            let (o, lse) = with_memory!(logits, Cpu, logits => {
-                with_memory!(self.slopes.as_ref(), Cpu, slopes => {
-                    by_type!(q.dtype(), cpu::forward(&problem, lists, qkv, [logits, slopes]))
-                })
-            })?;
-            self.keep(lse.map(Storage::Cpu), problem.lse_shape());
-            Ok((o, dims(&problem.o_shape(), is_packed(packing)[0]).into()))
-        })
+        forward!(self, Cpu, cpu, [(q, of_q), (k, of_k), (v, of_v)])
     }
 
     #[cfg(feature = "cuda")]
@@ -150,21 +189,7 @@ impl CustomOp3 for Attention {
         v: &CudaStorage,
         of_v: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let (packing, sinks) = (self.packing.as_ref(), self.sinks.as_ref());
-        with_memory!(sinks.map(|sinks| &sinks.k), Cuda, held => {
-            let (k, of_k) = held.unwrap_or((k, of_k));
-            let logits = sinks.map(|sinks| &sinks.logits);
-            let (beside, lists) = (self.beside(), self.lists());
-            let problem = self.options.forward(q.dtype(), [of_q, of_k, of_v], beside, self.wants_lse, packing)?;
-            let qkv = [(q, of_q), (k, of_k), (v, of_v)];
-            let (o, lse) = with_memory!(logits, Cuda, logits => {
-                with_memory!(self.slopes.as_ref(), Cuda, slopes => {
-                    by_type!(q.dtype(), cuda::forward(&problem, lists, qkv, [logits, slopes]))
-                })
-            })?;
-            self.keep(lse.map(Storage::Cuda), problem.lse_shape());
-            Ok((o, dims(&problem.o_shape(), is_packed(packing)[0]).into()))
-        })
+        forward!(self, Cuda, cuda, [(q, of_q), (k, of_k), (v, of_v)])
     }
 
     fn bwd(
@@ -184,18 +209,16 @@ impl CustomOp3 for Attention {
         }
         let lse = self.lse.get().ok_or_else(|| missing("lse"))?;
         let d_o = d_o.contiguous()?; // a copy only where strides of 0 repeat the gradient of a sum
-        let sinks = self.sinks.as_ref();
-        let (options, slopes, rest) = (&self.options, self.slopes.as_ref(), OnceLock::new());
-        let lists = self.lists();
-        let gradients = Gradients { options, lists, sinks, slopes, o, lse, d_o: &d_o, rest };
+        let held = self.held.as_ref();
+        let gradients = Gradients { given: self.given(), o, lse, d_o: &d_o, rest: OnceLock::new() };
         // As an operation on Q, K and V, which may share their memory: candle then locks it once for all of them.
-        let d_q = q.apply_op3_no_bwd(sinks.map_or(k, |sinks| &sinks.k), v, &gradients)?;
-        let Rest { d_k, d_v, d_sinks } = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
-        let second = match sinks {
+        let d_q = q.apply_op3_no_bwd(held.map_or(k, |held| &held.k), v, &gradients)?;
+        let Rest { d_k, d_v, d_sinks, d_bias } = gradients.rest.into_inner().ok_or_else(|| missing("d_k and d_v"))?;
+        let second = match held {
             None => Some(d_k),
-            // Neither K nor the sinks want a gradient.
+            // Neither K, nor the sinks, nor the bias want a gradient.
             Some(_) if !k.track_op() => None,
-            Some(sinks) => Some(sinks.leave(k, d_k, d_sinks)?),
+            Some(held) => Some(held.leave(k, (d_k, d_sinks, d_bias))?),
         };
         Ok((Some(d_q), second, Some(d_v)))
     }
@@ -203,10 +226,7 @@ impl CustomOp3 for Attention {
 
 /// The backward pass of one call: an operation on Q, K and V whose output is dQ.
 struct Gradients<'a> {
-    options: &'a Options,
-    lists: Lists<'a>,
-    sinks: Option<&'a Sinks>,
-    slopes: Option<&'a Tensor>,
+    given: Given<'a>,
     o: &'a Tensor,
     lse: &'a Tensor,
     d_o: &'a Tensor,
@@ -220,22 +240,25 @@ struct Rest {
     d_v: Tensor,
     /// In f32.
     d_sinks: Option<Tensor>,
+    /// In the type of the bias.
+    d_bias: Option<Tensor>,
 }
 
 impl Gradients<'_> {
     fn problem(&self, dtype: DType, qkv: [&Layout; 3]) -> Result<BackwardProblem> {
-        let wants_d_sinks = self.sinks.is_some_and(|sinks| sinks.has_gradient);
-        let beside = beside(self.sinks, self.slopes, self.lists.blocks);
-        self.options.backward(dtype, qkv, beside, wants_d_sinks, self.lists.packing)
+        let Given { options, lists, .. } = self.given;
+        let wanted = [self.given.sinks(), self.given.bias()].map(|of| of.is_some_and(|of| of.has_gradient));
+        options.backward(dtype, qkv, self.given.beside()?, wanted, lists.packing)
     }
 
-    fn keep(&self, problem: &BackwardProblem, [d_k, d_v]: [Storage; 2], d_sinks: Option<Storage>) {
-        let [_, is_packed] = is_packed(self.lists.packing);
+    fn keep(&self, problem: &BackwardProblem, [d_k, d_v]: [Storage; 2], [d_sinks, d_bias]: [Option<Storage>; 2]) {
+        let [_, is_packed] = is_packed(self.given.lists.packing);
         let d_k = tensor(d_k, dims(&problem.d_k_shape(), is_packed));
         let d_v = tensor(d_v, dims(&problem.d_v_shape(), is_packed));
         let d_sinks = d_sinks.map(|d_sinks| tensor(d_sinks, &[problem.dims().heads_q]));
+        let d_bias = d_bias.map(|d_bias| tensor(d_bias, &problem.forward().bias_shape()));
         // It runs once.
-        let _ = self.rest.set(Rest { d_k, d_v, d_sinks });
+        let _ = self.rest.set(Rest { d_k, d_v, d_sinks, d_bias });
     }
 }
 
@@ -253,21 +276,7 @@ impl CustomOp3 for Gradients<'_> {
         v: &CpuStorage,
         of_v: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let problem = self.problem(q.dtype(), [of_q, of_k, of_v])?;
-        let (o, lse, d_o) = (self.o.storage_and_layout(), self.lse.storage_and_layout(), self.d_o.storage_and_layout());
-        let (Storage::Cpu(o_memory), Storage::Cpu(lse), Storage::Cpu(d_o_memory)) = (&*o.0, &*lse.0, &*d_o.0) else {
-            return Err(elsewhere());
-        };
-        let qkv = [(q, of_q), (k, of_k), (v, of_v)];
-        let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
-        let logits = self.sinks.map(|sinks| &sinks.logits);
-        let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cpu, logits => {
-            with_memory!(self.slopes, Cpu, slopes => {
-                by_type!(q.dtype(), cpu::backward(&problem, self.lists, qkv, [logits, slopes], o, lse, d_o))
-            })
-        })?;
-        self.keep(&problem, [d_k, d_v].map(Storage::Cpu), d_sinks.map(Storage::Cpu));
-        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.lists.packing)[0]).into()))
+        backward!(self, Cpu, cpu, [(q, of_q), (k, of_k), (v, of_v)])
     }
 
     #[cfg(feature = "cuda")]
@@ -280,28 +289,8 @@ impl CustomOp3 for Gradients<'_> {
         v: &CudaStorage,
         of_v: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let problem = self.problem(q.dtype(), [of_q, of_k, of_v])?;
-        let (o, lse, d_o) = (self.o.storage_and_layout(), self.lse.storage_and_layout(), self.d_o.storage_and_layout());
-        let (Storage::Cuda(o_memory), Storage::Cuda(lse), Storage::Cuda(d_o_memory)) = (&*o.0, &*lse.0, &*d_o.0) else {
-            return Err(elsewhere());
-        };
-        let qkv = [(q, of_q), (k, of_k), (v, of_v)];
-        let (o, d_o) = ((o_memory, o.1), (d_o_memory, d_o.1));
-        let logits = self.sinks.map(|sinks| &sinks.logits);
-        let ([d_q, d_k, d_v], d_sinks) = with_memory!(logits, Cuda, logits => {
-            with_memory!(self.slopes, Cuda, slopes => {
-                by_type!(q.dtype(), cuda::backward(&problem, self.lists, qkv, [logits, slopes], o, lse, d_o))
-            })
-        })?;
-        self.keep(&problem, [d_k, d_v].map(Storage::Cuda), d_sinks.map(Storage::Cuda));
-        Ok((d_q, dims(&problem.d_q_shape(), is_packed(self.lists.packing)[0]).into()))
+        backward!(self, Cuda, cuda, [(q, of_q), (k, of_k), (v, of_v)])
     }
-}
-
-/// What a problem with these has beside its tensors.
-fn beside(sinks: Option<&Sinks>, slopes: Option<&Tensor>, blocks: Option<&BlockLists>) -> Beside {
-    let sinks = sinks.map(|sinks| sinks.logits.dtype());
-    Beside { sinks, alibi: slopes.map(alibi::option), blocks: blocks.map(BlockLists::option) }
 }
 
 /// A tensor without gaps that is no part of a graph.
@@ -312,5 +301,5 @@ fn tensor(storage: Storage, shape: &[usize]) -> Tensor {
 /// The error for tensors of one call on several devices. candle has compared those of Q, K and V.
 fn elsewhere() -> candle_core::Error {
     let (got, allowed) = ("another device".into(), "the device of q, k and v".into());
-    refusal(Error::Device { what: "o, lse, d_o, sinks and alibi_slopes", got, allowed })
+    refusal(Error::Device { what: "o, lse, d_o, sinks, alibi_slopes and bias", got, allowed })
 }

@@ -1,18 +1,21 @@
 //! From candle's layouts to problems.
 
-use candle_core::{DType, Layout, Result};
+use candle_core::{DType, Layout, Result, Tensor};
 use hopper_attention::{
-    AlibiSlopes, Arch, BackwardProblem, BlockMask, Dims, Dropout, Error, ForwardProblem, Mask, dropout_state,
+    AlibiSlopes, Arch, BackwardProblem, Bias, BlockMask, Dims, Dropout, Error, ForwardProblem, Mask, Slot,
+    dropout_state,
 };
 
 use crate::error::refusal;
 use crate::offsets::{Packing, is_packed};
 
-/// What a problem has beside its tensors: sinks of this type, these slopes, and a block-sparse mask of this form.
+/// What a problem has beside its tensors: sinks of this type, these slopes, and a bias and a block-sparse mask of
+/// these forms.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Beside {
     pub sinks: Option<DType>,
     pub alibi: Option<AlibiSlopes>,
+    pub bias: Option<Bias>,
     pub blocks: Option<BlockMask>,
 }
 
@@ -62,7 +65,7 @@ impl Options {
 
     /// Dropout of the weights (default: none): random ones become 0, and the others are multiplied by `1 / (1 - p)`. Which ones
     /// follows from a seed and an offset. So give each call another offset, as a counter does. Gradients have the mask of
-    /// their forward pass. On the CPU only: a GPU refuses it.
+    /// their forward pass. On a GPU the sm90 kernels have it, and others refuse it.
     ///
     /// See [`ForwardProblemBuilder::dropout`](hopper_attention::ForwardProblemBuilder::dropout).
     ///
@@ -118,19 +121,11 @@ impl Options {
         &self,
         dtype: DType,
         [q, k, v]: [&Layout; 3],
-        Beside { sinks, alibi, blocks }: Beside,
+        Beside { sinks, alibi, bias, blocks }: Beside,
         lse: bool,
         packing: Option<&Packing>,
     ) -> Result<ForwardProblem> {
-        let dtype = match dtype {
-            DType::F16 => hopper_attention::DType::F16,
-            DType::BF16 => hopper_attention::DType::BF16,
-            DType::F32 => hopper_attention::DType::F32,
-            other => {
-                let (got, allowed) = (format!("dtype {other:?}").to_lowercase(), "f16, bf16, f32".into());
-                return Err(refusal(Error::Value { what: "q, k and v", got, allowed }));
-            }
-        };
+        let dtype = our_dtype("q, k and v", dtype)?;
         let [q_is_packed, _] = is_packed(packing);
         let sequences = packing.map(Packing::sequences);
         let [batch, seqlen_q, heads_q, head_dim] = sizes("q", q, sequences.filter(|_| q_is_packed))?;
@@ -154,7 +149,7 @@ impl Options {
         if let Some(slopes) = alibi {
             problem = problem.alibi(slopes);
         }
-        problem = problem.block_mask(blocks).dropout(self.dropout.map(|(dropout, _)| dropout));
+        problem = problem.bias(bias).block_mask(blocks).dropout(self.dropout.map(|(dropout, _)| dropout));
         problem = match sinks {
             None => problem,
             Some(DType::F32) => problem.sinks(hopper_attention::DType::F32),
@@ -174,19 +169,39 @@ impl Options {
         problem.build().map_err(refusal)
     }
 
-    /// The gradients of that problem, and of its sinks if they are wanted.
+    /// The gradients of that problem, and those of its sinks and its bias if they are wanted.
     pub(crate) fn backward(
         &self,
         dtype: DType,
         qkv: [&Layout; 3],
         beside: Beside,
-        wants_d_sinks: bool,
+        [wants_d_sinks, wants_d_bias]: [bool; 2],
         packing: Option<&Packing>,
     ) -> Result<BackwardProblem> {
         let forward = self.forward(dtype, qkv, beside, true, packing)?;
         let options = BackwardProblem::builder(&forward).deterministic(self.deterministic);
-        options.d_sinks(wants_d_sinks).build().map_err(refusal)
+        options.d_sinks(wants_d_sinks).d_bias(wants_d_bias).build().map_err(refusal)
     }
+}
+
+/// The type of floats of ours.
+fn our_dtype(what: &'static str, dtype: DType) -> Result<hopper_attention::DType> {
+    match dtype {
+        DType::F16 => Ok(hopper_attention::DType::F16),
+        DType::BF16 => Ok(hopper_attention::DType::BF16),
+        DType::F32 => Ok(hopper_attention::DType::F32),
+        other => {
+            let (got, allowed) = (format!("dtype {other:?}").to_lowercase(), "f16, bf16, f32".into());
+            Err(refusal(Error::Value { what, got, allowed }))
+        }
+    }
+}
+
+/// The form of a bias `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`. Where a size is 1 on both sides, both
+/// forms have one shape.
+pub(crate) fn bias_form(bias: &Tensor) -> Result<Bias> {
+    let own = |axis: usize| bias.dims().get(axis) != Some(&1);
+    Ok(Bias::new(our_dtype("bias", bias.dtype())?).per_batch(own(0)).per_head(own(1)).per_query(own(2)))
 }
 
 /// The sizes `[batch, seqlen, heads, head_dim]` of a tensor. A packed one has all rows as `seqlen`, and no dimension `batch`.
@@ -205,7 +220,7 @@ fn sizes(tensor: &'static str, layout: &Layout, sequences: Option<usize>) -> Res
 /// The same shape and strides as a layout of ours. Its first element is at candle's `start_offset`.
 ///
 /// A dimension of size 1 never uses its stride. candle leaves there what a view happens to have.
-pub(crate) fn ours<const R: usize>(tensor: &'static str, layout: &Layout) -> Result<hopper_attention::Layout<R>> {
+pub(crate) fn ours<const R: usize>(slot: Slot, layout: &Layout) -> Result<hopper_attention::Layout<R>> {
     // The problem was made of these dimensions. So there are as many.
     let shape: [usize; R] = layout.dims().try_into().map_err(candle_core::Error::wrap)?;
     let mut stride = [1; R];
@@ -215,7 +230,8 @@ pub(crate) fn ours<const R: usize>(tensor: &'static str, layout: &Layout) -> Res
         }
     }
     if stride[R - 1] != 1 {
-        let got = format!("stride {} in head_dim", stride[R - 1]);
+        let axis = if slot == Slot::Bias { "seqlen_kv" } else { "head_dim" };
+        let (tensor, got) = (slot.name(), format!("stride {} in {axis}", stride[R - 1]));
         return Err(refusal(Error::Layout { tensor, got, allowed: "stride 1, as contiguous() makes it".into() }));
     }
     hopper_attention::Layout::with_strides(shape, stride).map_err(refusal)
@@ -241,6 +257,18 @@ macro_rules! by_rank {
     };
 }
 pub(crate) use by_rank;
+
+/// Calls a function for the type of the elements. The problem has refused other types than these three.
+macro_rules! by_type {
+    ($dtype:expr, $($function:ident)::+ ($($argument:expr),*)) => {
+        match $dtype {
+            candle_core::DType::F16 => $($function)::+::<hopper_attention::f16>($($argument),*),
+            candle_core::DType::BF16 => $($function)::+::<hopper_attention::bf16>($($argument),*),
+            _ => $($function)::+::<f32>($($argument),*),
+        }
+    };
+}
+pub(crate) use by_type;
 
 /// The dimensions that a tensor of a run has, of a shape with `batch` in front. A packed one has no `batch`.
 pub(crate) fn dims(shape: &[usize], is_packed: bool) -> &[usize] {

@@ -7,7 +7,8 @@ use candle_transformers::models::bert::BertModel;
 use candle_transformers::models::{llama, qwen3};
 use hopper_attention_candle::hopper_attention::Error;
 use hopper_attention_candle::{
-    BlockLists, Dropout, Mask, Options, attention, attention_with_blocks, attention_with_lse, cause,
+    BlockLists, Dropout, Mask, Options, attention, attention_with_bias, attention_with_blocks, attention_with_lse,
+    cause,
 };
 use hopper_attention_integration_tests::causal::{Weights, llama_config, logits, qwen_config};
 use hopper_attention_integration_tests::gradients;
@@ -127,6 +128,26 @@ fn dropout_is_that_of_the_cpu() -> Result<()> {
         as_on_the_cpu(&device, [260, 390], |_, [q, k, v]| attention(q, k, v, &options))?;
     }
     Ok(())
+}
+
+/// A bias is that of the CPU, where other tests look at it. A GPU without kernels for it refuses it by name.
+#[test]
+fn a_bias_is_that_of_the_cpu_or_refused() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let q = Tensor::zeros((2, 260, 4, 64), DType::BF16, &device)?;
+    let k = Tensor::zeros((2, 392, 2, 64), DType::BF16, &device)?;
+    let bias = Tensor::randn(0f32, 1.0, (1, 4, 260, 392), &Device::Cpu)?;
+    let on_host = attention_with_bias(&q, &k, &k, &bias, &Options::new()).unwrap_err();
+    assert!(matches!(cause(&on_host), Some(Error::Device { what: "bias", .. })), "{on_host}");
+    if let Err(error) = attention_with_bias(&q, &k, &k, &bias.to_device(&device)?, &Options::new()) {
+        assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+        assert!(error.to_string().contains("a bias with"), "{error}");
+        say(&format!("refused: {error}"));
+        return Ok(());
+    }
+    as_on_the_cpu(&device, [260, 392], |device, [q, k, v]| {
+        attention_with_bias(q, k, v, &bias.to_device(device)?, &Options::new().mask(Mask::causal()))
+    })
 }
 
 /// O and the gradients of Q, K and V on the GPU, in both types, beside those of the CPU in f32.
