@@ -107,8 +107,8 @@ fn defined([q, k, v]: [&Tensor; 3], bias: &Tensor, sinks: Option<&Tensor>, with:
     }
     let hidden = |keep: bool| if keep { 0.0 } else { f32::NEG_INFINITY };
     scores = (scores + each(|_, _, i, j| hidden(with.mask.keep(i, j, QUERIES, KEYS)))?)?;
-    // A finite maximum, so that a row without keys makes no NaN. Its sum of 0 becomes 1.
-    let highest = scores.max_keepdim(D::Minus1)?.clamp(-100f32, f32::MAX)?.detach();
+    // A finite maximum, near the sinks, so that a row without keys makes no NaN. Its sum of 0 becomes 1.
+    let highest = scores.max_keepdim(D::Minus1)?.clamp(-3f32, f32::MAX)?.detach();
     let weights = scores.broadcast_sub(&highest)?.exp()?;
     let mut sum = weights.sum_keepdim(D::Minus1)?;
     if let Some(sinks) = sinks {
@@ -163,6 +163,11 @@ fn outcome(
         let gradient = gradients.get(var).cloned().map_or_else(|| var.zeros_like(), Ok)?;
         assert_eq!((gradient.dims(), gradient.dtype()), (var.dims(), var.dtype()));
         all.push(gradient);
+    }
+    // candle's maximum can lose a NaN.
+    for (name, tensor) in NAMES.iter().zip(&all) {
+        let sum = tensor.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+        assert!(sum.is_finite(), "{name}: {sum}");
     }
     Ok(all)
 }
@@ -239,7 +244,8 @@ fn minus_infinity_hides() -> Result<()> {
     let clean = outcome(&[q.clone(), k.clone(), v.clone(), d_o.clone()], &bias, PLAIN, [DType::F32; 2], &ours)?;
     let got = outcome(&[q, poisoned(&k)?, poisoned(&v)?, d_o], &bias, PLAIN, [DType::F32; 2], &ours)?;
     for (name, (got, clean)) in NAMES.iter().zip(got.iter().zip(&clean)) {
-        assert_eq!(difference(got, clean)?.0, 0.0, "{name}");
+        // Sums of numbers with a NaN among them are in another order.
+        assert!(difference(got, clean)?.0 <= 2e-6, "{name}");
     }
     let zero = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f32>();
     let [o, d_q, d_k, d_v, d_bias] = &clean[..] else { panic!("five tensors") };
