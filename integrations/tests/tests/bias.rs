@@ -202,7 +202,7 @@ fn values_and_gradients_are_those_of_the_definition() -> Result<()> {
 
 #[test]
 fn the_bias_has_a_type_of_its_own() -> Result<()> {
-    let types = [(DType::F32, 5e-6), (DType::BF16, 3e-2), (DType::F16, 5e-3)];
+    let types = [(DType::F32, 5e-6), (DType::BF16, 6e-2), (DType::F16, 1e-2)];
     for (dtype, bound) in types {
         for (of_bias, of_gradient) in types {
             for shape in [[1, 1, 1, KEYS], [BATCH, HEADS[0], QUERIES, KEYS]] {
@@ -244,7 +244,7 @@ fn minus_infinity_hides() -> Result<()> {
     let clean = outcome(&[q.clone(), k.clone(), v.clone(), d_o.clone()], &bias, PLAIN, [DType::F32; 2], &ours)?;
     let got = outcome(&[q, poisoned(&k)?, poisoned(&v)?, d_o], &bias, PLAIN, [DType::F32; 2], &ours)?;
     for (name, (got, clean)) in NAMES.iter().zip(got.iter().zip(&clean)) {
-        // Sums of numbers with a NaN among them are in another order.
+        // A NaN can make the CPU sum in another order.
         assert!(difference(got, clean)?.0 <= 2e-6, "{name}");
     }
     let zero = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f32>();
