@@ -59,9 +59,9 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
 /* full_block_cnt, full_block_idx and mask_block_cnt, after the slopes, are device addresses of contiguous lists of
    blocks of 128 queries and 128 keys, of all batch entries and heads. With Qb = ceil(seqlen_q / 128) and
-   Kb = ceil(seqlen_kv / 128), block i of the queries sees the keys of the blocks full_block_idx[i * Kb], ... of which there
-   are full_block_cnt[i], and no others. mask_block_cnt is Qb zeros: no block is partial. Null, or a struct that ends
-   before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. */
+   Kb = ceil(seqlen_kv / 128), block i of the queries sees the keys of the blocks full_block_idx[i * Kb], ... of which
+   there are full_block_cnt[i], and no others. mask_block_cnt is Qb zeros: no block is partial. Null, or a struct that
+   ends before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. */
 
 /* dropout_state and dropout, after the lists: a weight becomes 0 with the probability dropout, above 0 and below 1, and
    is divided by 1 - dropout otherwise. dropout_state is the device address of the four words of a seed and an offset,
@@ -96,10 +96,10 @@ typedef struct hattn_peer_fwd_args {
   int32_t window_left;
   int32_t window_right;
   float softmax_scale;
-  float softcap;            /* finite and above 0, or 0 */
-  void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
-  void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
-  uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
+  float softcap;             /* finite and above 0, or 0 */
+  void* stream;              /* the work is enqueued here, and the call returns without waiting for it */
+  void* workspace;           /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
+  uint64_t workspace_bytes;  /* `hattn bench` gives 16 MiB */
   int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */

@@ -207,7 +207,8 @@ struct Ready<T> {
     /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes, lists of blocks and
     /// the state of dropout.
     _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
-    _modifiers: (Option<CudaSlice<f32>>, Option<[CudaSlice<i32>; 3]>, Option<CudaSlice<i32>>),
+    _modifiers: (Option<CudaSlice<f32>>, Option<[CudaSlice<i32>; 3]>),
+    _state: Option<CudaSlice<i32>>,
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
     args: BackwardArgs,
@@ -286,8 +287,13 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
         let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
         args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
-        self.ready =
-            Some(Ready { _saved: (o, lse, scratch, offsets), _modifiers: (slopes, lists, state), gradients, args });
+        self.ready = Some(Ready {
+            _saved: (o, lse, scratch, offsets),
+            _modifiers: (slopes, lists),
+            _state: state,
+            gradients,
+            args,
+        });
         Ok(())
     }
 
