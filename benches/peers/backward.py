@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 
+import dropout
 import entry
 
 # As the forward's bounds (sweep.py): relative Frobenius error of a head against f64, and of its worst block of rows
@@ -34,14 +35,16 @@ class EntryBackward:
 
     def prepare(self, p, given):
         torch = self.torch
+        if given["o"] is None:
+            raise RuntimeError(f"no forward gave the O and the LSE of the pairs that {self.name} keeps")
         empty = lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).fill_(float("nan"))
         self.gradients = tuple(empty(given[name]) for name in ("q", "k", "v"))
         tensors = {name: given[name] for name in ("q", "k", "v", "o", "d_o")}
         tensors.update(zip(NAMES, self.gradients))
         self.offsets = self.library.offsets(p, torch)
         stream = torch.cuda.current_stream().cuda_stream
-        self.slopes, self.lists = self.library.slopes(p, torch), self.library.lists(p, torch)
-        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets, self.slopes, self.lists)
+        self.more = [of(p, torch) for of in (self.library.slopes, self.library.lists, self.library.state)]
+        self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets, *self.more)
         self.given = given  # what the addresses lead to
         code, need = self.library.backward_workspace(self.args)
         self.refuse(code)
@@ -115,6 +118,8 @@ def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
     if "softcap" in p or p.get("alibi") or p.get("blocks"):
         raise RuntimeError("it has no softcap, no ALiBi and no blocks here")
+    if p.get("dropout"):
+        raise RuntimeError("it draws the pairs that dropout keeps itself")
     if entry.lengths(p) is not None:
         return flash_saved_packed(p, q, k, v, torch)
     if p.get("window") is not None:
@@ -142,9 +147,10 @@ def flash_saved_packed(p, q, k, v, torch):
     return o, lse[:, : q.size(1)].unsqueeze(0).contiguous()
 
 
-def oracle(p, q, k, v, d_o, torch):
+def oracle(p, q, k, v, d_o, torch, variances=None):
     """f64 gradients of the first and the last key head and their query heads, from the definition: (batch, key head,
-    query heads, dQ [heads, seqlen, dim], dK [seqlen, dim], dV)."""
+    query heads, dQ [heads, seqlen, dim], dK [seqlen, dim], dV). With a list of `variances` they are those without dropout, and the
+    list gets (dQ, dK, dV) with the variances over all draws of what dropout keeps."""
     group = p["heads_q"] // p["heads_kv"]
     lengths = entry.lengths(p) or [max(p["seqlen"], entry.queries(p))]
     sequences = [slice(end - length, end) for end, length in zip(itertools.accumulate(lengths), lengths)]
@@ -154,21 +160,35 @@ def oracle(p, q, k, v, d_o, torch):
         of = lambda x, rows, heads: x[b, rows, heads.start : heads.stop].transpose(0, 1).double()
         one = range(kv, kv + 1)
         sides = [(of(q, x, heads), of(k, x, one)[0], of(v, x, one)[0], of(d_o, x, heads)) for x in sequences]
-        parts = [exact(p, *side, torch, heads.start) for side in sides]
-        d_q, d_k, d_v = zip(*parts)
+        several = len(sides) > 1
+        makes = [exact(p, *side, torch, heads.start, n if several else b, variances is not None) for n, side in enumerate(sides)]
+        d_q, d_k, d_v = zip(*(made for made, _ in makes))
+        if variances is not None:
+            of_q, of_k, of_v = zip(*(variance for _, variance in makes))
+            variances.append((torch.cat(of_q, 1), torch.cat(of_k), torch.cat(of_v)))
         out.append((b, kv, heads, torch.cat(d_q, 1), torch.cat(d_k), torch.cat(d_v)))
     return out
 
 
-def exact(p, q, keys, values, d_o, torch, first_head=0):
-    """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64. `first_head`: that of q."""
+def drawn(gradients, mean, variances):
+    """Gradients, their mean over all draws and their variance, of each tensor and pair of batch and key head."""
+    d_q, d_k, d_v = gradients
+    for (b, kv, heads, *means), of in zip(mean, variances):
+        got = (d_q[b, :, heads.start : heads.stop].transpose(0, 1), d_k[b, :, kv], d_v[b, :, kv])
+        yield from zip(got, means, of)
+
+
+def exact(p, q, keys, values, d_o, torch, first_head=0, batch=0, of_draws=False):
+    """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64, and their variances. `first_head`:
+    that of q. `batch`: the number of the sequence. With `of_draws` there is no dropout; the variances, else None, are those that it
+    has over all draws."""
     s, queries, scale = keys.size(0), q.size(1), 1.0 / math.sqrt(p["head_dim"])
     columns = torch.arange(s, device=q.device)
     own = torch.arange(queries, device=q.device) + (s - queries)  # of each query: the last sees the last key
     d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
-    d_q = []
+    d_q, of_q, of_k, of_v = [], [], torch.zeros_like(keys), torch.zeros_like(values)
     for head, (of_head, d_o_of_head) in enumerate(zip(q, d_o), first_head):
-        chunks = []
+        chunks, of_chunks = [], []
         for first in range(0, queries, CHUNK):
             rows = slice(first, first + CHUNK)
             some, gradient = of_head[rows], d_o_of_head[rows]
@@ -177,15 +197,25 @@ def exact(p, q, keys, values, d_o, torch, first_head=0):
             if p["causal"]:
                 before = own[rows, None] - columns[None, :]
                 scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
-            scores = entry.unlisted(p, scores, torch.arange(queries, device=q.device)[rows], torch)
+            numbers = torch.arange(queries, device=q.device)[rows]
+            scores = entry.unlisted(p, scores, numbers, torch)
             weights = torch.softmax(scores, -1)
             d_p = gradient @ values.T
+            if of_draws:
+                kept = 1.0
+                parts = dropout.gradients(p, weights, d_p, keys, some, gradient)
+                of_chunks.append(scale**2 * parts[0])
+                of_k, of_v = of_k + scale**2 * parts[1], of_v + parts[2]
+            else:
+                kept = dropout.kept(p, batch, head, numbers[:, None], columns[None, :], torch)
+                d_p = kept * d_p
             d_s = weights * (d_p - (weights * d_p).sum(-1, keepdim=True)) * slope
             chunks.append(scale * d_s @ keys)
             d_k += scale * d_s.T @ some
-            d_v += weights.T @ gradient
+            d_v += (kept * weights).T @ gradient
         d_q.append(torch.cat(chunks))
-    return torch.stack(d_q), d_k, d_v
+        of_q += [torch.cat(of_chunks)] if of_draws else []
+    return (torch.stack(d_q), d_k, d_v), (torch.stack(of_q), of_k, of_v) if of_draws else None
 
 
 def apart(a, b, torch, by_head=False):

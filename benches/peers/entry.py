@@ -5,6 +5,8 @@ import itertools
 import math
 import os
 
+import dropout
+
 STATUS = {0: "ok", 1: "invalid argument", 2: "unsupported problem", 3: "a CUDA call failed"}
 DTYPES = {"f16": 0, "bf16": 1, "e4m3": 2}
 SCALINGS = {"tensor": 0, "head": 1, "block": 2}
@@ -16,9 +18,11 @@ WORKSPACE_BYTES = 16 << 20
 PACKING = [("cu_seqlens", ctypes.c_void_p), ("longest", ctypes.c_int32), ("reserved_2", ctypes.c_int32)]
 
 
-# What the structs of 16-bit operands have after that: slopes and lists of blocks.
+# What the structs of 16-bit operands have after that: slopes, lists of blocks, and the seed and the offset of dropout.
 LISTS = ["full_block_cnt", "full_block_idx", "mask_block_cnt"]
-MODIFIERS = [(name, ctypes.c_void_p) for name in ["alibi_slopes", *LISTS]]
+MODIFIERS = [(name, ctypes.c_void_p) for name in ["alibi_slopes", *LISTS, "dropout_state"]]
+# And last the probability of dropout.
+MODIFIERS += [("dropout", ctypes.c_float), ("reserved_3", ctypes.c_int32)]
 # Queries of a block, and its keys.
 BLOCK = 128
 
@@ -168,7 +172,7 @@ def lists(p, torch, device="cuda"):
     return counts, indices, torch.zeros_like(counts)
 
 
-def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None, lists=None):
+def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None, lists=None, state=None):
     """The arguments of a point: tensors by name, logically [batch, seqlen, heads, head_dim]; scratch is the caller's to add."""
     a = kind()
     a.struct_bytes = ctypes.sizeof(kind)
@@ -191,6 +195,8 @@ def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None, lists=None)
         a.alibi_slopes = slopes.data_ptr()
     for field, list_ in zip(LISTS, lists or ()):
         setattr(a, field, list_.data_ptr())
+    if state is not None:
+        a.dropout_state, a.dropout = state.data_ptr(), p["dropout"] / 100
     a.stream = stream
     return a
 
@@ -234,6 +240,8 @@ class Library:
         self.biases = biases is not None and biases() == 1
         listed = getattr(self._handle, "hattn_peer_lists", None)
         self.listed = listed is not None and listed() == 1
+        drops = getattr(self._handle, "hattn_peer_drops", None)
+        self.drops = drops is not None and drops() == 1
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []
@@ -258,6 +266,13 @@ class Library:
         if p.get("blocks") and not self.listed:
             raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_lists")
         return lists(p, torch)
+
+    def state(self, p, torch):
+        """The seed and the offset of dropout of a point; raises a RuntimeError where it has some and this library knows nothing of
+        that."""
+        if p.get("dropout") and not self.drops:
+            raise RuntimeError(f"{STATUS[2]}: {self.name} exports no hattn_peer_drops")
+        return dropout.state(p, torch)
 
     def forward(self, args):
         """Enqueues the forward that `args` describes; returns the status code."""

@@ -23,6 +23,8 @@ class Flex:
     def prepare(self, p, q, k, v):
         if entry.lengths(p) is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives FlexAttention no packed sequences")
+        if p.get("dropout"):
+            raise RuntimeError(f"{entry.STATUS[2]}: FlexAttention has no dropout")
         queries, keys = entry.queries(p), p["seqlen"]
         # Views, as SDPA's.
         self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))

@@ -59,9 +59,15 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
 /* full_block_cnt, full_block_idx and mask_block_cnt, after the slopes, are device addresses of contiguous lists of
    blocks of 128 queries and 128 keys, of all batch entries and heads. With Qb = ceil(seqlen_q / 128) and
-   Kb = ceil(seqlen_kv / 128), block i of the queries sees the keys of the blocks full_block_idx[i * Kb], ... of which there
-   are full_block_cnt[i], and no others. mask_block_cnt is Qb zeros: no block is partial. Null, or a struct that ends
-   before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. */
+   Kb = ceil(seqlen_kv / 128), block i of the queries sees the keys of the blocks full_block_idx[i * Kb], ... of which
+   there are full_block_cnt[i], and no others. mask_block_cnt is Qb zeros: no block is partial. Null, or a struct that
+   ends before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. */
+
+/* dropout_state and dropout, after the lists: a weight becomes 0 with the probability dropout, above 0 and below 1, and
+   is divided by 1 - dropout otherwise. dropout_state is the device address of the four words of a seed and an offset,
+   low words first. Null, or a struct that ends before it: there is no dropout. A library must keep the pairs of a query
+   and a key that docs/numerics.md defines, in both passes: its outputs are held against these. The sweep gives dropout
+   only to libraries that export hattn_peer_drops. */
 
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head
@@ -90,10 +96,10 @@ typedef struct hattn_peer_fwd_args {
   int32_t window_left;
   int32_t window_right;
   float softmax_scale;
-  float softcap;            /* finite and above 0, or 0 */
-  void* stream;             /* the work is enqueued here, and the call returns without waiting for it */
-  void* workspace;          /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
-  uint64_t workspace_bytes; /* `hattn bench` gives 16 MiB */
+  float softcap;             /* finite and above 0, or 0 */
+  void* stream;              /* the work is enqueued here, and the call returns without waiting for it */
+  void* workspace;           /* device scratch, contents undefined; the call zeroes on the stream what must be zero */
+  uint64_t workspace_bytes;  /* `hattn bench` gives 16 MiB */
   int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */
@@ -101,6 +107,9 @@ typedef struct hattn_peer_fwd_args {
   int32_t const* full_block_cnt;
   int32_t const* full_block_idx;
   int32_t const* mask_block_cnt;
+  int32_t const* dropout_state; /* device address of 4 words, or null */
+  float dropout;                /* with dropout_state: above 0 and below 1 */
+  int32_t reserved_3;           /* 0 */
 } hattn_peer_fwd_args;
 
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
@@ -153,6 +162,9 @@ typedef struct hattn_peer_bwd_args {
   int32_t const* full_block_cnt;
   int32_t const* full_block_idx;
   int32_t const* mask_block_cnt;
+  int32_t const* dropout_state; /* device address of 4 words, or null */
+  float dropout;                /* with dropout_state: above 0 and below 1 */
+  int32_t reserved_3;           /* 0 */
 } hattn_peer_bwd_args;
 
 /* Optional: enqueues one backward on the current device, by the rules of hattn_peer_fwd. It may add up dQ in any order,
@@ -216,6 +228,9 @@ int hattn_peer_caps(void);
 
 /* Optional: 1 if hattn_peer_fwd, and hattn_peer_bwd if there is one, take alibi_slopes. */
 int hattn_peer_biases(void);
+
+/* Optional: 1 if hattn_peer_fwd, and hattn_peer_bwd if there is one, take dropout. */
+int hattn_peer_drops(void);
 
 /* Optional: 1 if all functions that this library exports take packed sequences. */
 int hattn_peer_packs(void);

@@ -18,6 +18,7 @@ import time
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import backward
+import dropout
 import entry
 import flex
 import fp8
@@ -66,9 +67,9 @@ class Entry:
         self.o = entry.like_output(p, q, torch).fill_(float("nan"))
         self.lse = torch.full((p["batch"], p["heads_q"], entry.queries(p)), float("nan"), dtype=torch.float32, device="cuda")
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
-        self.slopes, self.lists = self.library.slopes(p, torch), self.library.lists(p, torch)
+        self.more = [of(p, torch) for of in (self.library.slopes, self.library.lists, self.library.state)]
         stream = torch.cuda.current_stream().cuda_stream
-        self.args = entry.filled(entry.Args, p, tensors, self.lse, stream, self.offsets, self.slopes, self.lists)
+        self.args = entry.filled(entry.Args, p, tensors, self.lse, stream, self.offsets, *self.more)
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
     def context(self):
@@ -136,6 +137,8 @@ class Sdpa:
         self.keywords = {"is_causal": p["causal"]}
         if p["heads_q"] != p["heads_kv"]:
             self.keywords["enable_gqa"] = True
+        if p.get("dropout"):
+            self.keywords["dropout_p"] = dropout.probability(p)
 
     def context(self):
         return self.sdpa_kernel(self.backend)
@@ -160,8 +163,8 @@ class SdpaFlash(Sdpa):
         offsets, longest = entry.offsets(p, self.torch), max(entry.lengths(p))
         window = p.get("window")
         self.qkv = tuple(x.squeeze(0) for x in (q, k, v))
-        # The ends and the longest of queries and of keys, no dropout, causal, and no mask for a debugger.
-        self.lengths = (offsets, offsets, longest, longest, 0.0, p["causal"] and window is None, False)
+        # The ends and the longest of queries and of keys, dropout, causal, and no mask for a debugger.
+        self.lengths = (offsets, offsets, longest, longest, dropout.probability(p), p["causal"] and window is None, False)
         self.keywords = {} if window is None else {"window_size_left": window, "window_size_right": 0}
 
     def call(self):
@@ -204,6 +207,9 @@ class Flash:
         if p.get("alibi"):
             self.refuse_without("alibi_slopes")
             self.keywords["alibi_slopes"] = entry.slopes(p, self.torch)
+        if p.get("dropout"):
+            self.refuse_without("dropout_p")
+            self.keywords["dropout_p"] = dropout.probability(p)
 
     def refuse_without(self, option):
         if option not in inspect.signature(self.function).parameters:
@@ -322,17 +328,18 @@ def operands(p, layout, torch):
     return [rounded(p, x, torch) for x in (q, k, v)]
 
 
-def oracle(p, q, k, v, torch):
-    """f64 attention of some rows (the first, the last and random ones) of three (batch, head) pairs."""
+def oracle(p, q, k, v, torch, variances=None):
+    """f64 attention of some rows (the first, the last and random ones) of three (batch, head) pairs. With a list of `variances`
+    it is that without dropout, and the list gets the variance of each pair's rows over all draws of what dropout keeps."""
     s, keys = entry.queries(p), p["seqlen"]
     edge = torch.arange(min(s, 96), device="cuda")
     rows = torch.cat([edge, s - 1 - edge, torch.randint(s, (128,), device="cuda")])
-    number = None  # of the sequence that each row belongs to
+    number = starts = None  # of the sequence that each row belongs to, and where each begins
     if entry.lengths(p) is not None:
         lengths = torch.tensor(entry.lengths(p), device="cuda")
         number = torch.arange(len(lengths), device="cuda").repeat_interleave(lengths)
-        ends = lengths.cumsum(0)[:96]  # the first and the last row of many
-        rows = torch.cat([rows, ends - 1, (ends - lengths[:96])])
+        starts = lengths.cumsum(0) - lengths
+        rows = torch.cat([rows, (starts + lengths - 1)[:96], starts[:96]])  # the first and the last row of many
     rows = torch.unique(rows)
     last_b, last_h = p["batch"] - 1, p["heads_q"] - 1
     out = []
@@ -347,7 +354,12 @@ def oracle(p, q, k, v, torch):
         scores = entry.unlisted(p, scores, rows, torch)
         if number is not None:
             scores.masked_fill_(number[rows, None] != number[None, :], float("-inf"))
-        out.append((b, h, rows, torch.softmax(scores, -1) @ v[b, :, kv].double(), torch.logsumexp(scores, -1)))
+        weights, values, lse = torch.softmax(scores, -1), v[b, :, kv].double(), torch.logsumexp(scores, -1)
+        if variances is None:
+            weights = weights * dropout.kept_rows(p, b, h, rows, number, starts, torch)
+        else:
+            variances.append(dropout.variance_of_o(p, weights, values))
+        out.append((b, h, rows, weights @ values, lse))
     return out
 
 
@@ -467,7 +479,9 @@ class ForwardPoint:
     def __init__(self, p, layout, torch):
         self.p, self.torch = p, torch
         self.qkv = operands(p, layout, torch)
-        self.reference = oracle(p, *self.qkv, torch)
+        self.reference, self.variances = oracle(p, *self.qkv, torch), []
+        # Of peers that draw the pairs themselves.
+        self.mean = oracle(p, *self.qkv, torch, self.variances) if p.get("dropout") else None
 
     def contestant(self, x):
         return x
@@ -476,6 +490,9 @@ class ForwardPoint:
         x.prepare(self.p, *self.qkv)
 
     def check(self, x, outputs, agreed):
+        if dropout.is_own(self.p, x):
+            pairs = [(outputs[0][b, at, h], mean, var) for (b, h, at, mean, _), var in zip(self.mean, self.variances)]
+            return dropout.check(self.p, pairs, outputs, self.torch)
         agreed = None if agreed is None else agreed[0]
         nan = inputs.nan_rows(self.p)
         return check(x, outputs[0], self.reference, agreed, BOUNDS[self.p["dtype"]], self.torch, nan)
@@ -496,9 +513,15 @@ class BackwardPoint:
         forward = ForwardPoint(p, layout, torch)
         q, k, v = forward.qkv
         d_o = rounded(p, drawn(p, entry.queries(p), p["heads_q"], layout, torch, entry.values(p)), torch)
-        o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
+        try:
+            o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
+        except RuntimeError:
+            if not p.get("dropout"):
+                raise
+            o = lse = None  # whoever draws the pairs has a forward of its own
         self.given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o}
-        self.reference = backward.oracle(p, q, k, v, d_o, torch)
+        self.reference, self.variances = backward.oracle(p, q, k, v, d_o, torch), []
+        self.mean = backward.oracle(p, q, k, v, d_o, torch, self.variances) if p.get("dropout") else None
 
     def contestant(self, x):
         return backward.contestant(x, self.torch)
@@ -507,6 +530,8 @@ class BackwardPoint:
         x.prepare(self.p, self.given)
 
     def check(self, x, outputs, agreed):
+        if dropout.is_own(self.p, x):
+            return dropout.check(self.p, backward.drawn(outputs, self.mean, self.variances), outputs, self.torch)
         normal = inputs.of(self.p) == "normal"
         return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal)
 
@@ -575,7 +600,7 @@ def make_one(p, job, forwards, frontend, torch):
 def more_draws(p, job, runners, runs, frontend, torch):
     """Replaces the error of each O that is right by its mean over more draws of the inputs."""
     draws = job.get("draws", 1)
-    runners = [x for x in runners if runs[x.name]["status"] == "ok"]
+    runners = [x for x in runners if runs[x.name]["status"] == "ok" and not dropout.is_own(p, x)]
     if draws == 1 or p["direction"] == "bwd" or not runners:
         return
     sums = {x.name: [runs[x.name]["check"][key] for key in ("rms", "max")] for x in runners}
@@ -624,7 +649,9 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
         except Exception as error:  # a library that fails is named, and the others go on
             note_failure(run, x.name, error, torch)
             continue
-        agreed = first[runners[0].name] if runners else None
+        # Outputs of pairs that a library drew itself are like nobody else's.
+        others = [first[other.name] for other in runners if not dropout.is_own(p, other)]
+        agreed = others[0] if others else None
         run["check"], complaint = point.check(runner, outputs, agreed)
         if complaint:
             run["status"], run["error"] = "wrong", complaint
@@ -635,6 +662,8 @@ def run_point(index, p, found, job, evict, tell, torch, frontend=None):
         tell("timing", index=index)
         time_point(runners, runs, evict, job["iters"], torch)
     for x in runners:
+        if p["direction"] == "fwd" and dropout.is_own(p, x):
+            continue  # each call draws other pairs
         moved = point.changed(first[x.name], called(x))
         if moved:
             error = f"the output changed between runs on the same inputs: {', '.join(moved)}"

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::sync::LazyLock;
 
-use hopper_attention::{Arch, Slot};
+use hopper_attention::{Arch, Dropout, Slot};
 
 pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
 pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
@@ -48,6 +48,29 @@ pub struct Args {
     pub full_block_cnt: *const i32,
     pub full_block_idx: *const i32,
     pub mask_block_cnt: *const i32,
+    pub dropping: Dropping,
+}
+
+/// Dropout, after the lists of blocks. All 0 where there is none, and where a caller was compiled before there was.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct Dropping {
+    /// The words of the seed and of the offset, low ones first.
+    pub dropout_state: *const i32,
+    /// The probability with which a weight becomes 0.
+    pub dropout: f32,
+    pub reserved: i32,
+}
+
+impl Dropping {
+    /// No dropout.
+    pub const NONE: Self = Self { dropout_state: std::ptr::null(), dropout: 0.0, reserved: 0 };
+
+    /// As problems take it.
+    fn option(&self) -> Result<Option<Dropout>, Refused> {
+        if self.dropout_state.is_null() { Ok(None) } else { Ok(Some(Dropout::new(self.dropout)?)) }
+    }
 }
 
 /// What all structs of arguments end with: where packed sequences begin. All 0 where nothing is packed, and where a
@@ -118,7 +141,7 @@ impl Numbers {
 }
 
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
-const _: () = assert!(size_of::<Args>() == 272 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<Args>() == 288 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
 
 /// The size that the struct came with.
@@ -216,6 +239,12 @@ pub extern "C" fn hattn_peer_lists() -> c_int {
     1
 }
 
+/// 1: the functions of this library take dropout, and keep the pairs that docs/numerics.md defines.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_peer_drops() -> c_int {
+    1
+}
+
 /// One forward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -232,10 +261,11 @@ pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
 }
 
 impl Args {
-    fn call(&self) -> Result<Call<11>, Refused> {
+    fn call(&self) -> Result<Call<12>, Refused> {
         let options = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.lse(!self.lse.is_null());
         let options = options.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
         let options = options.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
+        let options = options.dropout(self.dropping.option()?);
         let [counts, indices, bits, full_counts, full] =
             Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
@@ -253,6 +283,7 @@ impl Args {
                 bits,
                 full_counts,
                 full,
+                Given::state(self.dropping.dropout_state),
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,
@@ -375,7 +406,7 @@ mod tests {
         // SAFETY: a live struct that is at least as large as it says.
         let read = |struct_bytes| unsafe { read(&Args { struct_bytes, packing, ..args() }, OLDER_BYTES) };
         let read = |struct_bytes| read(struct_bytes).map(|args| (args.struct_bytes, args.packing.longest));
-        assert_eq!([224, 240, 272].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((272, 9))]);
+        assert_eq!([224, 240, 288].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((288, 9))]);
         assert!(read(223).is_err_and(|Refused(_, text)| text == "struct_bytes 223; allowed: 224 and above"));
     }
 

@@ -1,6 +1,7 @@
 //! Points of a sweep, and what they cost.
 
 mod blocks;
+mod dropout;
 mod head_dims;
 mod packed;
 
@@ -161,6 +162,9 @@ pub struct Point {
     /// Whether scores have ALiBi's biases, with the slopes of models.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
+    /// The percentage of weights that dropout makes 0, where there is dropout.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropout: Option<u32>,
     /// Lists of full blocks, one in so many of all, and those of the diagonal: see [`FullBlocks`]. Without `causal`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blocks: Option<u32>,
@@ -206,6 +210,11 @@ impl Point {
             self.blocks.is_none_or(|one_in| one_in > 0 && dense),
             "blocks {:?}; allowed: 1 and above, with as many queries as keys, neither causal nor packed",
             self.blocks
+        );
+        ensure!(
+            self.dropout.is_none_or(|percent| (1..100).contains(&percent)),
+            "dropout {} percent; allowed: 1 to 99",
+            self.dropout.unwrap_or_default()
         );
         let Some(packed) = &self.packed else { return Ok(()) };
         ensure!(batch == 1, "batch {batch} of packed sequences; allowed: 1");
@@ -268,7 +277,8 @@ impl Point {
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
     /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
-    /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have biases, and `-peaky` where inputs are not normal.
+    /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have biases,
+    /// `-dropout10` where dropout makes 10% of the weights 0, and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
@@ -292,10 +302,11 @@ impl Point {
         }
     }
 
-    /// `softcap50` and `alibi` after a separator, or nothing where scores have neither.
+    /// `softcap50`, `alibi` and `dropout10`, each after a separator and where the point has it.
     pub fn named_scores(&self, separator: &str) -> String {
         let softcap = self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"));
-        softcap + &if self.alibi { format!("{separator}alibi") } else { String::new() }
+        let alibi = if self.alibi { format!("{separator}alibi") } else { String::new() };
+        softcap + &alibi + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
     }
 
     /// The class of the inputs after a separator, or nothing where they are normal.
@@ -433,6 +444,7 @@ impl Point {
         let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
         let options =
             options.operand(Slot::AlibiSlopes, self.alibi).block_mask(self.blocks.map(|_| FullBlocks::form()));
+        let options = options.dropout(self.probability()?);
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),
@@ -500,7 +512,8 @@ impl Point {
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
 /// and Q and K of 192 with V of 128 are `d192x128`.
-/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, biases `alibi`. Where inputs are not normal, their
+/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, biases `alibi`, dropout
+/// of 10% `dropout10`. Where inputs are not normal, their
 /// class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

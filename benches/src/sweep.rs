@@ -54,6 +54,8 @@ pub struct Sweep {
     pub softcap: Option<u32>,
     /// Whether the scores of all points have ALiBi's biases. Not with e4m3 operands.
     pub alibi: bool,
+    /// The percentage of the weights of all points that dropout makes 0. Not with e4m3 operands and with inputs that are not normal.
+    pub dropout: Option<u32>,
     /// In place of masks: lists of full blocks, one in so many of all, at random. Not with e4m3 operands, `lopsided`, `quarter` and
     /// `packed`.
     pub block_mask: Vec<u32>,
@@ -102,6 +104,7 @@ impl Sweep {
             packed: vec![],
             softcap: None,
             alibi: false,
+            dropout: None,
             block_mask: vec![],
             filters: vec![],
         }
@@ -132,6 +135,14 @@ impl Sweep {
         ensure!(
             !self.alibi || !self.dtypes.contains(&Precision::E4m3),
             "--alibi with --dtypes e4m3: e4m3 operands have no ALiBi; allowed: --dtypes bf16,f16"
+        );
+        ensure!(
+            self.dropout.is_none() || !self.dtypes.contains(&Precision::E4m3),
+            "--dropout with --dtypes e4m3: e4m3 operands have no dropout; allowed: --dtypes bf16,f16"
+        );
+        ensure!(
+            self.dropout.is_none() || self.inputs.iter().all(Class::is_normal),
+            "--dropout with other --inputs is not timed; allowed: --inputs normal"
         );
         let refused = [
             (self.dtypes.contains(&Precision::E4m3), "--dtypes e4m3"),
@@ -176,10 +187,12 @@ impl Sweep {
                 }
             }
         }
-        let (softcap, alibi) = (self.softcap, self.alibi);
-        let of_class =
-            |&inputs| normal.iter().map(move |point: &Point| Point { inputs, softcap, alibi, ..point.clone() });
-        let mut points: Vec<Point> = self.inputs.iter().flat_map(of_class).collect();
+        let (softcap, alibi, dropout) = (self.softcap, self.alibi, self.dropout);
+        let of_class = |&inputs| {
+            normal.iter().map(move |point: &Point| Point { inputs, softcap, alibi, dropout, ..point.clone() })
+        };
+        let points: Result<Vec<Point>> = self.inputs.iter().flat_map(of_class).map(Point::checked).collect();
+        let mut points = points?;
         points.retain(|point| self.filters.is_empty() || self.filters.iter().any(|filter| point.matches(filter)));
         ensure!(
             !points.is_empty(),
@@ -232,10 +245,10 @@ impl Sweep {
         for (causal, window, blocks) in self.kept() {
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let (inputs, softcap, alibi) = (Class::Normal, None, false);
+                let (inputs, softcap, alibi, dropout) = (Class::Normal, None, false, None);
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, blocks,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, dropout, blocks,
                 };
                 points.push(point.checked()?);
             }
@@ -290,10 +303,10 @@ impl Sweep {
         let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
-            let (inputs, packed, softcap, alibi, blocks) = (Class::Normal, None, None, false, None);
+            let (inputs, packed, softcap, alibi, dropout, blocks) = (Class::Normal, None, None, false, None, None);
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, blocks,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, dropout, blocks,
             };
             points.push(point.checked()?);
         }
@@ -364,6 +377,26 @@ mod tests {
         assert!(json.contains("\"alibi\":true") && serde_json::from_str::<Point>(&json).unwrap() == *point);
         let refused = Sweep { alibi: true, dtypes: vec![Precision::E4m3], ..Sweep::papers() }.points().unwrap_err();
         assert!(refused.to_string().starts_with("--alibi with --dtypes e4m3"), "{refused}");
+    }
+
+    #[test]
+    fn dropout_is_a_part_of_each_point() {
+        let sweep = Sweep { dropout: Some(10), alibi: true, seqlens: vec![512], ..Sweep::papers() };
+        let point = &sweep.points().unwrap()[0];
+        assert_eq!(point.to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32/alibi/dropout10");
+        assert_eq!(point.family(), "fwd-bf16-d64-full-alibi-dropout10");
+        assert!(point.matches("dropout10/d64") && !point.matches("dropout1"));
+        assert_eq!(point.problem().unwrap().dropout().unwrap().dropped(), 3277);
+        assert!(point.backward_problem().is_ok());
+        let json = serde_json::to_string(point).unwrap();
+        assert!(json.contains("\"dropout\":10") && serde_json::from_str::<Point>(&json).unwrap() == *point);
+        let refused = |sweep: Sweep| sweep.points().unwrap_err().to_string();
+        let fp8 = Sweep { dropout: Some(10), dtypes: vec![Precision::E4m3], ..Sweep::papers() };
+        assert!(refused(fp8).starts_with("--dropout with --dtypes e4m3"));
+        let peaky = Sweep { inputs: vec![Class::Peaky], ..sweep.clone() };
+        assert!(refused(peaky).starts_with("--dropout with other --inputs"));
+        let all = format!("{:#}", Sweep { dropout: Some(100), ..sweep }.points().unwrap_err());
+        assert!(all.contains("dropout 100 percent; allowed: 1 to 99"), "{all}");
     }
 
     #[test]

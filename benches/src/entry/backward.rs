@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use hopper_attention::{BackwardProblem, Slot};
 
 use super::call::{Call, Given, Problem};
-use super::{INVALID, Numbers, Packing, Refused, answer, read};
+use super::{Dropping, INVALID, Numbers, Packing, Refused, answer, read};
 use crate::FullBlocks;
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
@@ -42,10 +42,12 @@ pub struct BackwardArgs {
     pub full_block_cnt: *const i32,
     pub full_block_idx: *const i32,
     pub mask_block_cnt: *const i32,
+    /// As the forward's.
+    pub dropping: Dropping,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<BackwardArgs>() == 400 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<BackwardArgs>() == 416 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, numbers) == 272);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, stream) == 328);
 
@@ -95,11 +97,12 @@ impl BackwardArgs {
     fn problem(&self) -> Result<Problem, Refused> {
         let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?;
         let forward = forward.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
-        let forward = forward.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form)).build()?;
+        let forward = forward.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
+        let forward = forward.dropout(self.dropping.option()?).build()?;
         Ok(Problem::Backward(BackwardProblem::builder(&forward).build()?))
     }
 
-    fn call(&self) -> Result<Call<15>, Refused> {
+    fn call(&self) -> Result<Call<16>, Refused> {
         let [counts, indices, bits, full_counts, full] =
             Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
@@ -121,6 +124,7 @@ impl BackwardArgs {
                 bits,
                 full_counts,
                 full,
+                Given::state(self.dropping.dropout_state),
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,

@@ -40,6 +40,11 @@ impl Given {
         Self { slot, data: data.cast(), stride: None }
     }
 
+    /// The seed and the offset of dropout.
+    pub fn state(data: *const i32) -> Self {
+        Self { slot: Slot::DropoutState, data: data.cast(), stride: None }
+    }
+
     /// Lists of full blocks: counts, indices, and counts of partial blocks, which are 0. The indices of partial blocks are never
     /// read, so that those of full ones stand in for them.
     pub fn lists([full_counts, full, counts]: [*const i32; 3]) -> [Self; 5] {

@@ -8,7 +8,7 @@ pub(super) use backward::Backend as BackwardBackend;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use hopper_attention::reference::{Modifiers, Plain, Tensor, forward_plain_with};
+use hopper_attention::reference::{DropoutMask, Modifiers, Plain, Tensor, forward_plain_with};
 use hopper_attention::{
     Args, Device, Element, Float, ForwardPlan, ForwardProblem, Layout, Lengths, SequenceOffsets, Slot, Stream,
     TensorMut, TensorRef, Workspace,
@@ -160,9 +160,13 @@ fn lengths(offsets: &Option<SequenceOffsets>) -> Lengths<'_> {
 }
 
 /// The modifiers of a point for the reference.
-fn modifiers<'a>(slopes: &'a Option<Vec<f64>>, blocks: &'a Option<FullBlocks>) -> Modifiers<'a> {
+fn modifiers<'a>(
+    slopes: &'a Option<Vec<f64>>,
+    blocks: &'a Option<FullBlocks>,
+    dropout: Option<DropoutMask>,
+) -> Modifiers<'a> {
     let blocks = blocks.as_ref().map(FullBlocks::borrowed);
-    Modifiers { alibi_slopes: slopes.as_deref(), blocks, ..Modifiers::default() }
+    Modifiers { alibi_slopes: slopes.as_deref(), blocks, dropout, ..Modifiers::default() }
 }
 
 /// ALiBi's slopes of a point as the reference takes them.
@@ -181,6 +185,7 @@ impl<'a> Given<'a> {
         offsets: &'a Option<SequenceOffsets>,
         slopes: &'a Option<Vec<f32>>,
         blocks: &'a Option<FullBlocks>,
+        state: &'a Option<[i32; 4]>,
     ) -> hopper_attention::Result<Self> {
         let args = match slopes {
             None => Args::new(),
@@ -192,6 +197,10 @@ impl<'a> Given<'a> {
         let args = match blocks {
             None => args,
             Some(blocks) => blocks.add_to(args)?,
+        };
+        let args = match state {
+            None => args,
+            Some(state) => args.read(Slot::DropoutState, TensorRef::host(state, Layout::contiguous([4])?)?),
         };
         let args = match offsets {
             None => args,
@@ -244,6 +253,7 @@ pub(super) struct Planned<P, O> {
     offsets: Option<SequenceOffsets>,
     slopes: Option<Vec<f32>>,
     blocks: Option<FullBlocks>,
+    state: Option<[i32; 4]>,
     workspace: Workspace<'static>,
     written: O,
 }
@@ -258,12 +268,13 @@ impl<T: Float> Way<T> for Backend {
         let written =
             (memory::filled(task.o.span(), T::from_f32(f32::NAN))?, memory::filled(task.lse.span(), f32::NAN)?);
         let (slopes, blocks) = (task.point.slopes(), task.point.full_blocks());
-        Ok(Planned { plan, offsets: offsets(task.point)?, slopes, blocks, workspace, written })
+        let (offsets, state) = (offsets(task.point)?, task.point.dropout_state());
+        Ok(Planned { plan, offsets, slopes, blocks, state, workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, offsets, slopes, blocks, workspace, written: (o, lse) } = ready;
-        let given = Given::new(offsets, slopes, blocks)?
+        let Planned { plan, offsets, slopes, blocks, state, workspace, written: (o, lse) } = ready;
+        let given = Given::new(offsets, slopes, blocks, state)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -286,6 +297,7 @@ pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
     offsets: Option<SequenceOffsets>,
     slopes: Option<Vec<f64>>,
     blocks: Option<FullBlocks>,
+    dropout: Option<DropoutMask>,
     inputs: [Tensor; INPUTS],
     plain: Option<R>,
     layouts: [Layout<4>; OUTPUTS],
@@ -300,12 +312,13 @@ impl<T: Float> Way<T> for Naive {
         let inputs = [(q, &task.q), (k, &task.k), (v, &task.v)].map(|(x, at)| Tensor::from_strided(x, at));
         let (problem, offsets) = (task.point.problem()?, offsets(task.point)?);
         let (slopes, blocks) = (wide_slopes(task.point), task.point.full_blocks());
-        Ok(Plainly { problem, offsets, slopes, blocks, inputs, plain: None, layouts: [task.o] })
+        let dropout = DropoutMask::of(&problem, task.point.dropout_state());
+        Ok(Plainly { problem, offsets, slopes, blocks, dropout, inputs, plain: None, layouts: [task.o] })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
         let [q, k, v] = &ready.inputs;
-        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks));
+        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks, ready.dropout));
         ready.plain = Some(forward_plain_with(&ready.problem, &lengths, [q, k, v], modifiers)?);
         Ok(())
     }

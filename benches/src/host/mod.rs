@@ -76,6 +76,7 @@ fn problems() -> [Point; 2] {
         batch: 1,
         softcap: None,
         alibi: false,
+        dropout: None,
         blocks: None,
         inputs: Class::Normal,
         packed: None,

@@ -116,6 +116,18 @@ impl Packed {
         std::iter::once(0).chain(ends).collect()
     }
 
+    /// The number of the sequence that this row belongs to, and the sequence's first row.
+    pub(super) fn numbered(&self, row: usize) -> (usize, usize) {
+        let mut begin = 0;
+        for (number, length) in self.lengths.iter().enumerate() {
+            if row < begin + length {
+                return (number, begin);
+            }
+            begin += length;
+        }
+        (self.lengths.len(), begin)
+    }
+
     /// The rows of the sequence that this row belongs to.
     pub(super) fn sequence(&self, row: usize) -> Range<usize> {
         let mut begin = 0;

@@ -231,6 +231,30 @@ fn a_sweep_of_lists_of_blocks() {
     assert!(text(&out.stdout).contains("blocks4"), "{}", text(&out.stdout));
 }
 
+/// Dropout in both passes, dense and packed: ours and the plain computation keep the pairs of the definition.
+#[test]
+fn a_sweep_with_dropout() {
+    for (packed, count) in [(None, 2), (Some("--packed"), 12)] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let options = "bench --device cpu --tokens 60 --seqlens 60 --hidden 32 --dims 16 --dtypes bf16 --masks causal \
+                       --directions fwd,bwd --dropout 0.2 --quick --iters 3 --seed 7 --output";
+        let mut options: Vec<&str> = options.split_whitespace().collect();
+        options.extend([folder.path().to_str().expect("UTF-8")].into_iter().chain(packed));
+        let out = hattn(&options);
+        assert!(out.status.success(), "{}", text(&out.stderr));
+        let report = json(&folder.path().join("bench.json"));
+        let points = report["points"].as_array().expect("points");
+        assert_eq!(points.len(), count);
+        for point in points {
+            assert_eq!(point["point"]["dropout"], 20);
+            for run in point["runs"].as_array().expect("runs") {
+                assert_eq!(run["status"], "ok", "{run}");
+            }
+        }
+        assert!(text(&out.stdout).contains("dropout20"), "{}", text(&out.stdout));
+    }
+}
+
 /// Head dims of V that are not those of Q and K, in both passes.
 #[test]
 fn a_sweep_of_pairs_of_head_dims() {
@@ -434,6 +458,8 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--tokens", "64", "--batch", "1"], "cannot be used with");
     refused(&["--block-mask", "1/4", "--masks", "full"], "cannot be used with");
     refused(&["--block-mask", "0.5"], "1, or 1/N such as 1/16");
+    refused(&["--dropout", "10"], "whole percent, 0.01 to 0.99");
+    refused(&["--dropout", "0.1", "--inputs", "peaky"], "--dropout with other --inputs is not timed");
     refused(&["--block-mask", "1/4", "--packed"], "--block-mask with --packed is not timed");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");

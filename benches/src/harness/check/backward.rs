@@ -17,6 +17,7 @@ pub(super) fn rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Row> {
 
 /// A query's side of all its pairs.
 struct Query {
+    batch: usize,
     head: usize,
     query: usize,
     q: Vec<f64>,
@@ -35,15 +36,16 @@ impl Query {
             let o = saved.tensors.first().map_or(&[][..], Vec::as_slice);
             (values(o, &task.o, at), saved.lse.get(place).map_or(f64::NAN, |&lse| lse.into()))
         });
-        Self { head, query, q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
+        Self { batch, head, query, q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
     }
 
-    /// P, dS, and what dS would be at most if its terms did not cancel.
+    /// P with dropout, dS, and what dS would be at most if its terms did not cancel.
     fn pair(&self, key: usize, k: &[f64], v: &[f64], point: &Point) -> [f64; 3] {
         let [score, slope] = point.score(dot(&self.q, k), [self.head, self.query, key]);
         let p = (score - self.lse).exp();
-        let d_p = dot(&self.d_o, v);
-        [p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta.abs())]
+        let kept = point.kept([self.batch, self.head, self.query, key]);
+        let d_p = kept * dot(&self.d_o, v);
+        [kept * p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta.abs())]
     }
 }
 

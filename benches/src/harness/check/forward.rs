@@ -30,7 +30,7 @@ fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usiz
     let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
     let mut out = vec![0.0; point.head_dims().vo];
     for (key, score) in keys.into_iter().zip(&scores) {
-        let weight = (score - max).exp() / sum;
+        let weight = (score - max).exp() / sum * point.kept([batch, head, query, key]);
         for (out, v) in out.iter_mut().zip(values(&pool.v, &task.v, [batch, key, kv_head])) {
             *out += weight * v;
         }

@@ -1,7 +1,7 @@
 //! The gradients on the CPU: the backend, and the naive computation.
 
 use anyhow::{Context as _, Result};
-use hopper_attention::reference::{BackwardPlain, Tensor, backward_plain_with};
+use hopper_attention::reference::{BackwardPlain, DropoutMask, Tensor, backward_plain_with};
 use hopper_attention::{BackwardPlan, BackwardProblem, Device, Float, Layout, Slot, Stream, Workspace};
 
 use super::{Given, NAIVE, Plainly, Planned, Way, lengths, modifiers, narrow, offsets, probe, wide_slopes};
@@ -22,14 +22,15 @@ impl<T: Float> Way<T> for Backend {
         let unwritten = |layout: &Layout<4>| memory::filled(layout.span(), T::from_f32(f32::NAN));
         let written = [unwritten(&task.q)?, unwritten(&task.k)?, unwritten(&task.v)?];
         let (slopes, blocks) = (task.point.slopes(), task.point.full_blocks());
-        Ok(Planned { plan, offsets: offsets(task.point)?, slopes, blocks, workspace, written })
+        let (offsets, state) = (offsets(task.point)?, task.point.dropout_state());
+        Ok(Planned { plan, offsets, slopes, blocks, state, workspace, written })
     }
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Planned { plan, offsets, slopes, blocks, workspace, written: [d_q, d_k, d_v] } = ready;
+        let Planned { plan, offsets, slopes, blocks, state, workspace, written: [d_q, d_k, d_v] } = ready;
         let saved = task.saved()?;
         let o = saved.tensors.first().context("the forward left no O")?;
-        let given = Given::new(offsets, slopes, blocks)?
+        let given = Given::new(offsets, slopes, blocks, state)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -61,11 +62,13 @@ impl<T: Float> Way<T> for Naive {
         let inputs = inputs.map(|(data, layout)| Tensor::from_strided(data, layout));
         let (problem, offsets) = (task.point.backward_problem()?, offsets(task.point)?);
         let (slopes, blocks) = (wide_slopes(task.point), task.point.full_blocks());
-        Ok(Plainly { problem, offsets, slopes, blocks, inputs, plain: None, layouts: [task.q, task.k, task.v] })
+        let dropout = DropoutMask::of(problem.forward(), task.point.dropout_state());
+        let layouts = [task.q, task.k, task.v];
+        Ok(Plainly { problem, offsets, slopes, blocks, dropout, inputs, plain: None, layouts })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
-        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks));
+        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks, ready.dropout));
         let inputs = ready.inputs.each_ref();
         ready.plain = Some(backward_plain_with(&ready.problem, &lengths, inputs, None, modifiers)?);
         Ok(())

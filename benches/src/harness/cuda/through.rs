@@ -10,7 +10,7 @@ use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, De
 use hopper_attention::{Float, Layout};
 
 use super::WORKSPACE_BYTES;
-use crate::entry::{Args, BackwardArgs, Entry, Numbers, Packing};
+use crate::entry::{Args, BackwardArgs, Dropping, Entry, Numbers, Packing};
 use crate::harness::contest::{Contestant, Outputs, Refusal, Task};
 use crate::{Point, Role};
 
@@ -75,6 +75,20 @@ impl<T: Float> Library<'_, T> {
         Ok(Some([copied(&lists.counts)?, copied(&lists.indices)?, copied(&lists.none)?]))
     }
 
+    /// The seed and the offset of a point's dropout, if it has any, and what the entry is told of it. Refuses it for a library that
+    /// knows no such thing, or that keeps other pairs than those that outputs are held against.
+    fn dropping(&self, point: &Point) -> Result<(Option<CudaSlice<i32>>, Dropping), Refusal> {
+        let (Some(state), Some(percent)) = (point.dropout_state(), point.dropout) else {
+            return Ok((None, Dropping::NONE));
+        };
+        if !self.entry.drops() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_drops", self.name)));
+        }
+        let state = self.stream.clone_htod(&state).map_err(anyhow::Error::from)?;
+        let dropout_state = self.address(&state).cast();
+        Ok((Some(state), Dropping { dropout_state, dropout: percent as f32 / 100.0, reserved: 0 }))
+    }
+
     /// The addresses of lists that may be missing.
     fn addresses(&self, lists: Option<&[CudaSlice<i32>; 3]>) -> [*const i32; 3] {
         lists.map_or([std::ptr::null(); 3], |lists| lists.each_ref().map(|list| self.address(list).cast()))
@@ -109,6 +123,7 @@ pub(super) struct Forward<'a, T> {
     offsets: Option<CudaSlice<i32>>,
     slopes: Option<CudaSlice<f32>>,
     lists: Option<[CudaSlice<i32>; 3]>,
+    state: Option<CudaSlice<i32>>,
     args: Option<Args>,
 }
 
@@ -116,7 +131,7 @@ impl<'a, T: Float> Forward<'a, T> {
     /// With scratch that all libraries share.
     pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
         let (o, lse, offsets, slopes) = (library.poisoned(1)?, library.poisoned(1)?, None, None);
-        Ok(Self { o, lse, library, workspace, offsets, slopes, lists: None, args: None })
+        Ok(Self { o, lse, library, workspace, offsets, slopes, lists: None, state: None, args: None })
     }
 }
 
@@ -135,6 +150,8 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
         (self.offsets, packing) = library.packing(task.point)?;
         self.slopes = library.slopes(task.point)?;
         self.lists = library.lists(task.point)?;
+        let dropping;
+        (self.state, dropping) = library.dropping(task.point)?;
         let [full_block_cnt, full_block_idx, mask_block_cnt] = library.addresses(self.lists.as_ref());
         self.o = library.poisoned(task.o.span())?;
         self.lse = library.poisoned(task.lse.span())?;
@@ -161,6 +178,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
             full_block_cnt,
             full_block_idx,
             mask_block_cnt,
+            dropping,
         });
         Ok(())
     }
@@ -186,9 +204,11 @@ pub(super) struct Backward<'a, T> {
 
 /// For one point.
 struct Ready<T> {
-    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes and lists of blocks.
+    /// What the arguments point to besides the inputs: O, the LSE, scratch and offsets, and slopes, lists of blocks and
+    /// the state of dropout.
     _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
     _modifiers: (Option<CudaSlice<f32>>, Option<[CudaSlice<i32>; 3]>),
+    _state: Option<CudaSlice<i32>>,
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
     args: BackwardArgs,
@@ -217,6 +237,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         }
         let (offsets, packing) = library.packing(task.point)?;
         let (slopes, lists) = (library.slopes(task.point)?, library.lists(task.point)?);
+        let (state, dropping) = library.dropping(task.point)?;
         let [full_block_cnt, full_block_idx, mask_block_cnt] = library.addresses(lists.as_ref());
         let (stream, driver, saved) = (&library.stream, anyhow::Error::from, task.saved()?);
         let o = saved.tensors.first().context("the forward left no O")?;
@@ -255,6 +276,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             full_block_cnt,
             full_block_idx,
             mask_block_cnt,
+            dropping,
         };
         if let Some(workspace) = library.entry.backward_workspace {
             let mut bytes = 0;
@@ -265,7 +287,13 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let bytes = usize::try_from(args.workspace_bytes).unwrap_or(usize::MAX);
         let mut scratch = stream.alloc_zeros(bytes.max(1)).map_err(driver)?;
         args.workspace = scratch.device_ptr_mut(stream).0 as *mut c_void;
-        self.ready = Some(Ready { _saved: (o, lse, scratch, offsets), _modifiers: (slopes, lists), gradients, args });
+        self.ready = Some(Ready {
+            _saved: (o, lse, scratch, offsets),
+            _modifiers: (slopes, lists),
+            _state: state,
+            gradients,
+            args,
+        });
         Ok(())
     }
 

@@ -11,7 +11,6 @@
      HATTN_FUZZ_FIRST, HATTN_FUZZ_CALLS  the number of the first call and how many to make: one call again, alone */
 #define _DEFAULT_SOURCE
 #include "fuzz.h"
-#include "fuzz_lists.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -21,6 +20,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "fuzz_lists.h"
 
 enum { PASSES = 3, HANG_SECONDS = 120, STATUSES = 32 };
 typedef enum pass { FORWARD, BACKWARD, QUANTIZE } pass;
@@ -91,29 +91,37 @@ static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
   }
 }
 
-/* Slopes and lists of a problem, and their tensors in the arguments of a run. Too many heads have none. */
-#define SET_LISTS(p, wanted)                                                                                \
-  do {                                                                                                      \
-    const int64_t columns = ((p).seqlen_kv + BLOCK - 1) / BLOCK;                                            \
-    if ((p).heads_q < 100 && one_in(3)) (p).alibi = (hattn_alibi)below(3);                                  \
-    if ((p).heads_q < 100 && (wanted)) {                                                                    \
-      (p).block_mask = HATTN_BLOCK_MASK_LISTS | (hattn_block_mask)(below(8) * HATTN_BLOCK_MASK_PER_BATCH);  \
-      (p).block_mask_most_partial = (int32_t)below(columns + 1);                                            \
-    }                                                                                                       \
+/* Slopes, lists, bias and dropout of a problem, and their tensors in the arguments of a run. Too many heads have none.
+ */
+#define SET_LISTS(p, wanted)                                                                               \
+  do {                                                                                                     \
+    const int64_t columns = ((p).seqlen_kv + BLOCK - 1) / BLOCK;                                           \
+    if ((p).heads_q < 100 && one_in(3)) (p).alibi = (hattn_alibi)below(3);                                 \
+    if ((p).heads_q < 100 && (wanted)) {                                                                   \
+      (p).block_mask = HATTN_BLOCK_MASK_LISTS | (hattn_block_mask)(below(8) * HATTN_BLOCK_MASK_PER_BATCH); \
+      (p).block_mask_most_partial = (int32_t)below(columns + 1);                                           \
+    }                                                                                                      \
+    if ((p).heads_q < 100 && one_in(3)) {                                                                  \
+      (p).bias = (hattn_dtype)(1 + below(3)), (p).bias_dims = (hattn_bias_dims)below(8);                   \
+    }                                                                                                      \
+    if (one_in(3)) (p).dropout = one_in(2) ? 0.1F : 0.5F;                                                  \
   } while (0)
-#define ADD_LISTS(p, a)                                                                                     \
-  do {                                                                                                      \
-    const lists added = add_lists((p)->block_mask, (p)->block_mask_most_partial, (p)->batch, (p)->heads_q,  \
-                                  (p)->seqlen_q, (p)->seqlen_kv);                                           \
-    (a)->alibi_slopes = add_slopes((p)->alibi, (p)->batch, (p)->heads_q);                                   \
-    (a)->mask_block_cnt = added.counts, (a)->mask_block_idx = added.indices, (a)->mask_bits = added.bits;   \
-    (a)->full_block_cnt = added.full_counts, (a)->full_block_idx = added.full_indices;                      \
-  } while (0)
-#define USE_LISTS(a)                                                                                          \
+#define ADD_LISTS(p, a)                                                                                       \
   do {                                                                                                        \
-    reference_given.slopes = (a)->alibi_slopes, reference_given.counts = (a)->mask_block_cnt;                 \
-    reference_given.indices = (a)->mask_block_idx, reference_given.bits = (a)->mask_bits;                     \
-    reference_given.full_counts = (a)->full_block_cnt, reference_given.full_indices = (a)->full_block_idx;    \
+    const lists added = add_lists((p)->block_mask, (p)->block_mask_most_partial, (p)->batch, (p)->heads_q,    \
+                                  (p)->seqlen_q, (p)->seqlen_kv);                                             \
+    (a)->bias = add_bias((p)->bias, (p)->bias_dims, (p)->batch, (p)->heads_q, (p)->seqlen_q, (p)->seqlen_kv); \
+    (a)->dropout_state = add_state((p)->dropout);                                                             \
+    (a)->alibi_slopes = add_slopes((p)->alibi, (p)->batch, (p)->heads_q);                                     \
+    (a)->mask_block_cnt = added.counts, (a)->mask_block_idx = added.indices, (a)->mask_bits = added.bits;     \
+    (a)->full_block_cnt = added.full_counts, (a)->full_block_idx = added.full_indices;                        \
+  } while (0)
+#define USE_LISTS(a)                                                                                       \
+  do {                                                                                                     \
+    reference_given.slopes = (a)->alibi_slopes, reference_given.counts = (a)->mask_block_cnt;              \
+    reference_given.indices = (a)->mask_block_idx, reference_given.bits = (a)->mask_bits;                  \
+    reference_given.bias = (a)->bias, reference_given.state = (a)->dropout_state;                          \
+    reference_given.full_counts = (a)->full_block_cnt, reference_given.full_indices = (a)->full_block_idx; \
   } while (0)
 
 static void make_forward_problem(hattn_dtype dtype) {
@@ -164,6 +172,7 @@ static hattn_forward_problem forward_of(const hattn_backward_problem* p) {
   of.heads_q = p->heads_q, of.heads_kv = p->heads_kv, of.head_dim_qk = p->head_dim_qk, of.head_dim_vo = p->head_dim_vo;
   of.window_left = p->window_left, of.window_right = p->window_right, of.softmax_scale = p->softmax_scale;
   of.softcap = p->softcap, of.alibi = p->alibi;
+  of.bias = p->bias, of.bias_dims = p->bias_dims, of.dropout = p->dropout;
   of.block_mask = p->block_mask, of.block_mask_most_partial = p->block_mask_most_partial;
   return of;
 }
@@ -179,6 +188,7 @@ static void make_backward(void) {
   p.d_lse = (int32_t)below(2), p.deterministic = (int32_t)below(2);
   p.softcap = one_in(3) ? 1.5F : 0.0F;
   SET_LISTS(p, one_in(3));
+  p.d_bias = p.bias != 0 && one_in(2);
   backward = ENTER(hattn_backward_problem, p);
   a.q = add_tensor(READ, p.dtype, 4, Q_SHAPE(&p));
   a.k = add_tensor(READ, p.dtype, 4, K_SHAPE(&p));
@@ -191,10 +201,14 @@ static void make_backward(void) {
   a.d_k = add_tensor(WRITTEN, p.dtype, 4, K_SHAPE(&p));
   a.d_v = add_tensor(WRITTEN, p.dtype, 4, V_SHAPE(&p));
   ADD_LISTS(&p, &a);
+  if (p.d_bias) {
+    a.dbias = add_bias_tensor(WRITTEN, p.bias, p.bias_dims, p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv);
+  }
   backward_args = ENTER(hattn_backward_args, a);
   /* What the forward pass gives. */
   of = forward_of(&p);
   of_args.q = a.q, of_args.k = a.k, of_args.v = a.v, of_args.o = a.o, of_args.lse = a.lse;
+  of_args.bias = a.bias, of_args.dropout_state = a.dropout_state;
   of_args.alibi_slopes = a.alibi_slopes, of_args.mask_block_cnt = a.mask_block_cnt;
   of_args.mask_block_idx = a.mask_block_idx, of_args.mask_bits = a.mask_bits;
   of_args.full_block_cnt = a.full_block_cnt, of_args.full_block_idx = a.full_block_idx;
@@ -248,6 +262,7 @@ static void mark_outputs(pass of) {
     if (forward_args->struct_size > offsetof(hattn_forward_args, max_logits)) mark_all(forward_args->max_logits);
   } else if (of == BACKWARD) {
     mark_all(backward_args->d_q), mark_all(backward_args->d_k), mark_all(backward_args->d_v);
+    if (backward_args->struct_size > offsetof(hattn_backward_args, dbias)) mark_all(backward_args->dbias);
   } else {
     const hattn_quantize_tensor* const all[] = {quantize_args->q, quantize_args->k, quantize_args->v};
     int i;
@@ -280,8 +295,10 @@ static void is_no_nan(const hattn_tensor* t, unsigned char* at, void* to) {
 
 static void forward_is_right(void) {
   const hattn_forward_args* a = forward_args;
+  /* What dropout keeps is multiplied by this. */
+  const double factor = 32768.0 / (32768.0 - (double)reference_dropped(forward));
   /* O is a mean of values. P is rounded in FP8, by up to 1/16; so is O, in its own type. */
-  const double most = largest_of(a->v) * (a->descale_v != NULL ? 1.15 * largest_of(a->descale_v) : 1.01);
+  const double most = factor * largest_of(a->v) * (a->descale_v != NULL ? 1.15 * largest_of(a->descale_v) : 1.01);
   if (a->lse != NULL) each_element(a->lse, is_no_nan, NULL);
   if (a->o->dtype == HATTN_E4M3) {
     /* Small numbers are 2^-9 apart, so that rounding adds up to half of that. */
@@ -291,7 +308,7 @@ static void forward_is_right(void) {
   }
   HOLDS(largest_of(a->amax) <= most);
   USE_LISTS(a);
-  if (forward->dtype == HATTN_F32) HOLDS(reference_distance(forward, a) < 5e-5);
+  if (forward->dtype == HATTN_F32) HOLDS(reference_distance(forward, a) < 5e-5 * factor);
 }
 
 static void backward_is_right(void) {
@@ -300,6 +317,7 @@ static void backward_is_right(void) {
   HOLDS(isfinite(largest_of(backward_args->d_v)));
   USE_LISTS(backward_args);
   if (of.dtype == HATTN_F32) HOLDS(reference_gradient_distance(&of, backward_args) < 1e-3);
+  if (of.dtype == HATTN_F32 && backward->d_bias) HOLDS(reference_bias_distance(&of, backward_args) < 1e-3);
 }
 
 static void quantised_is_right(void) {
@@ -420,6 +438,7 @@ static void one_call(void) {
   if (of == QUANTIZE) make_quantize();
   used += 256;
   if (!is_legal) {
+    if (of == FORWARD && one_in(4)) spoil_list(forward_args->dropout_state);
     if (of == FORWARD && one_in(2)) spoil_lists(forward_args->mask_block_cnt, forward_args->full_block_idx);
     if (of == BACKWARD && one_in(2)) spoil_lists(backward_args->mask_block_idx, backward_args->full_block_cnt);
     for (i = 1 + below(3); i > 0; --i) spoil();

@@ -1,4 +1,4 @@
-/* Lists of blocks and ALiBi slopes for the random calls of fuzz.c. C99. */
+/* Lists of blocks, ALiBi slopes, biases and the state of dropout for the random calls of fuzz.c. C99. */
 #ifndef HATTN_TESTS_FUZZ_LISTS_H
 #define HATTN_TESTS_FUZZ_LISTS_H
 
@@ -87,6 +87,45 @@ static hattn_tensor* add_slopes(hattn_alibi alibi, int64_t batch, int64_t heads)
       memcpy((float*)made->data + at, &slope, sizeof(slope));
     }
   }
+  return made;
+}
+
+/* A bias or its gradient. */
+static hattn_tensor* add_bias_tensor(use of, hattn_dtype dtype, hattn_bias_dims dims, int64_t batch, int64_t heads,
+                                     int64_t seqlen_q, int64_t seqlen_kv) {
+  if ((dims & HATTN_BIAS_PER_BATCH) == 0) batch = 1;
+  if ((dims & HATTN_BIAS_PER_HEAD) == 0) heads = 1;
+  if ((dims & HATTN_BIAS_PER_QUERY) == 0) seqlen_q = 1;
+  return add_tensor(of, dtype, 4, batch, heads, seqlen_q, seqlen_kv);
+}
+
+/* -infinity in one element of so many. */
+static void hide_some(const hattn_tensor* t, unsigned char* at, void* to) {
+  static const uint32_t f32 = 0xff800000U;
+  const uint16_t narrow = t->dtype == HATTN_F16 ? 0xfc00U : 0xff80U;
+  if (!one_in(*(const int64_t*)to)) return;
+  memcpy(at, t->dtype == HATTN_F32 ? (const void*)&f32 : (const void*)&narrow, (size_t)bytes_of(t->dtype));
+}
+
+/* A bias. Half of them hide pairs: some, or nearly all, so that rows are left without keys. NULL without a type. */
+static hattn_tensor* add_bias(hattn_dtype dtype, hattn_bias_dims dims, int64_t batch, int64_t heads, int64_t seqlen_q,
+                              int64_t seqlen_kv) {
+  int64_t often = one_in(4) ? 1 : 4;
+  hattn_tensor* made;
+  if (dtype == 0) return NULL;
+  made = add_bias_tensor(READ, dtype, dims, batch, heads, seqlen_q, seqlen_kv);
+  if (one_in(2)) each_element(made, hide_some, &often);
+  return made;
+}
+
+/* Any seed and offset. NULL without dropout. */
+static hattn_tensor* add_state(float dropout) {
+  hattn_tensor* made;
+  uint64_t words[2];
+  if (dropout == 0.0F) return NULL;
+  made = add_tensor(FACTOR, HATTN_I32, 1, 4, 0, 0, 0);
+  words[0] = random_bits(), words[1] = random_bits();
+  memcpy(made->data, words, sizeof(words));
   return made;
 }
 

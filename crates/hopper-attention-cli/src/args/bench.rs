@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use hopper_attention_benches::{Class, Direction, HeadDims, Order, PointMask, Precision, Sweep};
 
-use super::words::{ArchArg, DeviceArg, parse_density};
+use super::words::{ArchArg, DeviceArg, parse_density, parse_percent};
 
 #[derive(Debug, Args)]
 pub struct BenchArgs {
@@ -135,6 +135,13 @@ pub struct PointArgs {
     /// Time scores with linear biases (ALiBi), with slopes of 2^(-8 h / heads). Peers that have none are named as such
     #[arg(long)]
     pub alibi: bool,
+    /// Time dropout: the probability with which a weight becomes 0, in whole percent, from 0.01 to 0.99
+    ///
+    /// Ours and shared objects keep the same pairs of a query and a key, and the whole check uses these. A package in Python
+    /// draws its own. Its outputs are only checked for NaN, and for the mean and the scatter that dropout has around the
+    /// definition without it. A point is named dropout10 for 0.1. Peers that have none are named as such.
+    #[arg(long, value_name = "P", value_parser = parse_percent)]
+    pub dropout: Option<u32>,
     /// Time block-sparse masks in place of --masks: lists of full blocks of 128 queries and 128 keys. DENSITY is 1 or 1/N
     ///
     /// The blocks of the diagonal are listed, and one in N of the others, at random. The same lists are for all batch entries and
@@ -187,6 +194,7 @@ impl PointArgs {
             },
             softcap: self.softcap,
             alibi: self.alibi,
+            dropout: self.dropout,
             block_mask: self.block_mask.clone(),
             filters: self.filter.clone(),
         }

@@ -191,6 +191,16 @@ pub fn parse_softcap(text: &str) -> Result<f32, String> {
     softcap.ok_or_else(|| format!("softcap `{text}`; allowed: 0, or 0.001 to 1000000"))
 }
 
+/// A probability of dropout as whole percent.
+pub fn parse_percent(text: &str) -> Result<u32, String> {
+    let allowed = || format!("dropout `{text}`; allowed: whole percent, 0.01 to 0.99");
+    let percent = text.parse::<f64>().map_err(|_| allowed())? * 100.0;
+    if !(0.5..99.5).contains(&percent) || (percent - percent.round()).abs() > 1e-9 {
+        return Err(allowed());
+    }
+    Ok(percent.round() as u32)
+}
+
 /// A probability of dropout.
 pub fn parse_dropout(text: &str) -> Result<Dropout, String> {
     let probability: f32 = text.parse().map_err(|_| format!("dropout `{text}`; allowed: 0 to below 1"))?;
@@ -243,6 +253,14 @@ mod tests {
                 wrong.parse::<BlockMaskArg>().unwrap_err().ends_with("striped, slices:FILE, prefixes:N,N"),
                 "{wrong}"
             );
+        }
+    }
+
+    #[test]
+    fn percents() {
+        assert_eq!(["0.01", "0.1", "0.29", ".5", "0.99"].map(parse_percent), [Ok(1), Ok(10), Ok(29), Ok(50), Ok(99)]);
+        for wrong in ["", "0", "1", "10", "-0.1", "0.125", "nan", "0.999"] {
+            assert!(parse_percent(wrong).unwrap_err().ends_with("allowed: whole percent, 0.01 to 0.99"), "{wrong}");
         }
     }
 
