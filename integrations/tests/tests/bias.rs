@@ -1,13 +1,18 @@
 //! An additive bias on the CPU: values and gradients beside candle's own operations, with what it goes with, and what
 //! is refused.
 
-use candle_core::{D, DType, Device, Result, Tensor, Var};
+use std::cell::RefCell;
+
+use candle_core::{D, DType, Device, Result, Shape, Tensor, Var};
 use hopper_attention_candle::hopper_attention::{Error, dropout_state, reference::DropoutMask};
 use hopper_attention_candle::{
     BlockLists, Dropout, Mask, Modifiers, Options, attention, attention_with, attention_with_alibi,
     attention_with_bias, attention_with_blocks, attention_with_sinks, cause,
 };
 use hopper_attention_integration_tests::difference;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::StandardNormal;
 
 /// Batch, queries, keys, heads of Q and of K, and the head dim.
 const BATCH: usize = 2;
@@ -19,6 +24,19 @@ const CAP: f64 = 2.0;
 const SLOPES: [f32; HEADS[0]] = [0.5, 0.25, 0.125, 0.0625];
 const SINKS: [f32; HEADS[0]] = [-20.0, 2.0, 0.5, -1.5];
 const SEED: [u64; 2] = [77, 5 << 32];
+
+thread_local! {
+    /// Each test has a thread of its own, and so the same numbers every time.
+    static NUMBERS: RefCell<StdRng> = RefCell::new(StdRng::seed_from_u64(11));
+}
+
+/// Normal numbers of mean 0 and deviation 1.
+fn randn(shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    let values =
+        NUMBERS.with_borrow_mut(|random| (0..shape.elem_count()).map(|_| random.sample(StandardNormal)).collect());
+    Tensor::from_vec::<_, f32>(values, shape, &Device::Cpu)
+}
 
 /// What a call has beside Q, K, V and the bias.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +85,7 @@ fn forms() -> impl Iterator<Item = [usize; 4]> {
 /// Numbers of which some are -inf. Where there are several rows, all of the last row are.
 fn some_hidden(shape: [usize; 4]) -> Result<Tensor> {
     let rows = shape[0] * shape[1] * shape[2];
-    let numbers = Tensor::randn(0f32, 1.0, rows * KEYS, &Device::Cpu)?.to_vec1::<f32>()?;
+    let numbers = randn(rows * KEYS)?.to_vec1::<f32>()?;
     let hidden = |i: usize| i % 7 == 3 || (rows > 1 && i / KEYS == rows - 1);
     let numbers = numbers.into_iter().enumerate().map(|(i, x)| if hidden(i) { f32::NEG_INFINITY } else { x });
     Tensor::from_iter(numbers, &Device::Cpu)?.reshape(&shape)
@@ -75,9 +93,7 @@ fn some_hidden(shape: [usize; 4]) -> Result<Tensor> {
 
 /// Q, K, V and the gradient of O, rounded to a type, in f32.
 fn inputs(dtype: DType) -> Result<[Tensor; 4]> {
-    let random = |rows, heads| {
-        Tensor::randn(0f32, 1.0, (BATCH, rows, heads, DIM), &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
-    };
+    let random = |rows, heads| randn((BATCH, rows, heads, DIM))?.to_dtype(dtype)?.to_dtype(DType::F32);
     Ok([random(QUERIES, HEADS[0])?, random(KEYS, HEADS[1])?, random(KEYS, HEADS[1])?, random(QUERIES, HEADS[0])?])
 }
 
@@ -194,7 +210,7 @@ fn values_and_gradients_are_those_of_the_definition() -> Result<()> {
     for shape in forms() {
         for with in cases() {
             let worst = worst(&some_hidden(shape)?, with, [DType::F32; 2], &ours)?;
-            assert!(worst <= 5e-6, "{shape:?} {with:?}: {worst}");
+            assert!(worst <= 2e-5, "{shape:?} {with:?}: {worst}");
         }
     }
     Ok(())
@@ -202,7 +218,7 @@ fn values_and_gradients_are_those_of_the_definition() -> Result<()> {
 
 #[test]
 fn the_bias_has_a_type_of_its_own() -> Result<()> {
-    let types = [(DType::F32, 5e-6), (DType::BF16, 6e-2), (DType::F16, 1e-2)];
+    let types = [(DType::F32, 2e-5), (DType::BF16, 3e-2), (DType::F16, 5e-3)];
     for (dtype, bound) in types {
         for (of_bias, of_gradient) in types {
             for shape in [[1, 1, 1, KEYS], [BATCH, HEADS[0], QUERIES, KEYS]] {
@@ -263,7 +279,7 @@ fn minus_infinity_hides() -> Result<()> {
 #[test]
 fn any_strides_will_do() -> Result<()> {
     let [q, k, v, _] = inputs(DType::F32)?;
-    let random = |shape: [usize; 4]| Var::randn(0f32, 1.0, &shape, &Device::Cpu);
+    let random = |shape: [usize; 4]| Var::from_tensor(&randn(&shape[..])?);
     let [batch, heads] = [BATCH, HEADS[0]];
     let views: [(Var, View<'_>); 4] = [
         (random([batch, QUERIES, heads, KEYS])?, &|whole| whole.transpose(1, 2)),
@@ -281,7 +297,7 @@ fn any_strides_will_do() -> Result<()> {
         let of = |o: Tensor| Ok::<_, candle_core::Error>(o.sqr()?.sum_all()?.backward()?.get(whole).cloned());
         let (got, want) = (of(o)?.expect("a gradient"), of(want)?.expect("a gradient"));
         let (worst, largest) = difference(&got, &want)?;
-        assert!(worst <= 5e-6 * largest && largest > 1e-3, "{i}: a gradient, {worst}");
+        assert!(worst <= 2e-5 * largest && largest > 1e-3, "{i}: a gradient, {worst}");
     }
     Ok(())
 }

@@ -24,6 +24,8 @@ struct Query {
     d_o: Vec<f64>,
     lse: f64,
     delta: f64,
+    /// What the rounding error of `delta` is relative to: O is rounded, and its terms may cancel.
+    delta_size: f64,
 }
 
 impl Query {
@@ -36,7 +38,10 @@ impl Query {
             let o = saved.tensors.first().map_or(&[][..], Vec::as_slice);
             (values(o, &task.o, at), saved.lse.get(place).map_or(f64::NAN, |&lse| lse.into()))
         });
-        Self { batch, head, query, q: values(&pool.q, &task.q, at), delta: dot(&d_o, &o), d_o, lse }
+        let terms: Vec<f64> = d_o.iter().zip(&o).map(|(d_o, o)| d_o * o).collect();
+        let delta = terms.iter().sum::<f64>();
+        let delta_size = norm(&terms).max(delta.abs());
+        Self { batch, head, query, q: values(&pool.q, &task.q, at), delta, delta_size, d_o, lse }
     }
 
     /// P with dropout, dS, and what dS would be at most if its terms did not cancel.
@@ -45,7 +50,7 @@ impl Query {
         let p = (score - self.lse).exp();
         let kept = point.kept([self.batch, self.head, self.query, key]);
         let d_p = kept * dot(&self.d_o, v);
-        [kept * p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta.abs())]
+        [kept * p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta_size)]
     }
 }
 
