@@ -70,7 +70,7 @@ else:
         _no_torch = f"torch is {torch.__version__}; this package needs 2.8 or later"
         warnings.warn(f"hopper_attention: {_no_torch}", RuntimeWarning, stacklevel=2)
     else:
-        from . import _additive, _blocks, _dropout, _fp8, _sinks, _torch, _varlen
+        from . import _fp8, _modified, _sinks, _torch, _varlen
         from ._fp8 import Quantized as Quantized
 
 # What _is_torch would take time for in the usual call.
@@ -155,7 +155,7 @@ def attention(
 
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
-      On the CPU only: a GPU refuses it. Not yet with attn_mask or block_mask on torch tensors.
+      A GPU computes it with the sm90 kernels alone, and not with block-sparse masks: it refuses the rest by name.
     - dropout_state: the seed and the offset of dropout, int64 [2]. `dropout_mask` says which pairs they keep. None: on
       torch tensors they are drawn from the generator, and gradients have the same. Arrays must have them, or their
       four words as int32 [4].
@@ -183,31 +183,22 @@ def attention(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
-        dropout = (dropout_p, dropout_state, generator)
+        modifiers = _modified.Modifiers(
+            alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator), bias, attn_mask, block_mask
+        )
         if type(q) is not _Tensor and _torch.is_jagged(q):
             if attn_mask is not None or block_mask is not None or bias is not None:
                 name = "bias" if bias is not None else "attn_mask" if block_mask is None else "block_mask"
                 raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
-            attend = _dropout.modified(alibi_slopes, return_max_logits, dropout)
+            attend = (_modified.attend, modifiers) if modifiers.any() else None
             return _varlen.nested(q, k, v, return_lse, scale=scale, attend=attend, **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
-        if bias is not None or (isinstance(attn_mask, _Tensor) and attn_mask.is_floating_point()):
-            if _dropout.dropout_of(*dropout):
-                name = "bias" if bias is not None else "attn_mask"
-                raise NotImplementedError(f"{name}: given with dropout_p {dropout_p}; allowed: one of both")
-            more = (s_aux, *numbers, softcap, alibi_slopes, return_max_logits)
-            return _additive.attention_additive(q, k, v, bias, block_mask, attn_mask, *more)
-        if attn_mask is not None or block_mask is not None:
-            if _dropout.dropout_of(*dropout):
-                name = "attn_mask" if block_mask is None else "block_mask"
-                raise NotImplementedError(f"{name}: given with dropout_p {dropout_p}; allowed: one of both")
-            rest = (softcap, alibi_slopes, return_max_logits)
-            return _blocks.attention_blocks(q, k, v, block_mask, attn_mask, s_aux, *numbers, *rest)
-        attend = _dropout.modified(alibi_slopes, return_max_logits, dropout)
-        if softcap or attend:
-            return _varlen.attention_modified(q, k, v, s_aux, *numbers, softcap, attend)
+        if modifiers.any():
+            return _modified.attention_modified(q, k, v, s_aux, *numbers, softcap, modifiers)
+        if softcap:
+            return _varlen.attention_capped(q, k, v, s_aux, *numbers, softcap)
         if s_aux is not None:
             return _sinks.attention_sinks(q, k, v, s_aux, *numbers)
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
@@ -364,6 +355,7 @@ def attention_varlen(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
+        modifiers = _modified.Modifiers(alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator))
         return _varlen.attention_varlen(
             q,
             k,
@@ -384,7 +376,7 @@ def attention_varlen(
             sm_margin,
             s_aux,
             softcap,
-            _dropout.modified(alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator)),
+            (_modified.attend, modifiers) if modifiers.any() else None,
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")
@@ -516,7 +508,8 @@ def register_transformers(name: str = "hopper_attention") -> None:
 
     Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
     is made. Padding, packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, softcap and s_aux are
-    computed. What the library does not compute raises NotImplementedError: dropout, position bias.
+    computed. So is attention_dropout, in training. What the library does not compute raises NotImplementedError: position
+    bias.
     """
     _need_torch()
     from . import _transformers

@@ -1,24 +1,18 @@
-"""attention() on torch tensors with a block-sparse mask: torch's BlockMask, boolean masks, and lists of blocks.
+"""Block-sparse masks as torch tensors have them: torch's BlockMask, boolean masks, and lists of blocks.
 
-`lists_for` makes the lists that the library reads. The operators hopper_attention::blocks_forward and blocks_backward call the
-library through ctypes.
+`lists_for` makes the lists that the library reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, Callable, Hashable, Optional, Tuple
+from typing import Any, Callable, Hashable, Tuple
 
 import torch
 
-from . import abi
-from ._biased import _d_sinks, _max_logits, slopes_of
 from ._block_lists import BLOCK, WORDS, BlockLists, blocks, of_four, one_of
-from ._plans import Window, softcap_of
-from ._sinks import operand
-from ._torch import _NUMBERS, _autocast, _check, _library, _numbers_of, _raw_stream, call, is_recorded
-from ._varlen import _empty, _gradients_of, _Run
+from ._torch import _raw_stream
 
 #: The partial blocks of which a mask_mod is asked at a time, and the pairs of which a boolean mask is read at a time.
 #: They bound the temporary memory: some 100 MB.
@@ -269,136 +263,4 @@ def _bits_of(mask_mod: Any, counts: torch.Tensor, indices: torch.Tensor, lengths
     return bits.flatten(3)
 
 
-# -- the call
-
-
-def attention_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_mask: Any,
-    attn_mask: Any,
-    s_aux: Optional[torch.Tensor],
-    causal: bool,
-    window: Window,
-    top_left: bool,
-    scale: Optional[float],
-    return_lse: bool,
-    sm_margin: int,
-    softcap: Optional[float] = None,
-    alibi_slopes: Optional[torch.Tensor] = None,
-    return_max_logits: bool = False,
-) -> Any:
-    """attention() with a block-sparse mask, and maybe all else."""
-    _check(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    numbers = (*_numbers_of(causal, window, top_left, scale, sm_margin), softcap_of(softcap))
-    lists = lists_for(block_mask, attn_mask, q, k)
-    sinks = None if s_aux is None else operand(s_aux, q.device)
-    slopes = slopes_of(alibi_slopes, q.device)
-    recorded = is_recorded(*(t for t in (q, k, v, sinks) if t is not None))
-    if recorded and q.is_cuda and not torch.compiler.is_compiling():
-        more = {} if slopes is None else {"alibi_slopes": slopes}
-        _Run(_arguments(numbers)).check_gradients(q, k, v, {**more, **lists.named()})
-    forward = torch.ops.hopper_attention.blocks_forward.default
-    o, lse, max_logits = call(forward, recorded, q, k, v, sinks, slopes, *lists, *numbers, return_max_logits)
-    made = (o, *([lse] if return_lse else []), *([max_logits] if return_max_logits else []))
-    return made if len(made) > 1 else o
-
-
-def _arguments(numbers: tuple, deterministic: bool = False) -> tuple:
-    """The arguments of _Run without offsets, lengths and hints."""
-    return (None, None, None, None, 0, 0, False, deterministic, *numbers)
-
-
-#: q, k, v, sinks and slopes, and the lists.
-_OPERANDS = 5
-_TENSORS = _OPERANDS + len(BlockLists._fields)
-
-
-def _all(given: tuple) -> tuple:
-    """The numbers of an operator. The dispatcher may leave out those at the end that are as usual."""
-    return (*given, *(0.0, False)[len(given) - 6 :])
-
-
-def _forward(q: Any, k: Any, v: Any, sinks: Any, slopes: Any, *given: Any) -> Any:
-    lists, (*numbers, wanted) = BlockLists(*given[:5]), _all(given[5:])
-    o, lse = _empty(q, v)
-    max_logits = _max_logits(q, wanted)
-    more = {"sinks": sinks, "alibi_slopes": slopes, "max_logits": max_logits if wanted else None}
-    run = _Run(_arguments(tuple(numbers)))
-    run(abi.ForwardArgs, {"q": q, "k": k, "v": v, "o": o, "lse": lse, **more, **lists.named()})
-    return o, lse, max_logits
-
-
-def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, sinks: Any, slopes: Any, *given: Any) -> Any:
-    lists, (o, lse, deterministic, *numbers) = BlockLists(*given[:5]), given[5:]
-    d_sinks = _d_sinks(q, sinks)
-    own = lists.named()
-    own |= {} if sinks is None else {"sinks": sinks, "d_sinks": d_sinks}
-    own |= {} if slopes is None else {"alibi_slopes": slopes}
-    arguments = _arguments(_all(tuple(numbers))[:7], deterministic)
-    return *_gradients_of(d_o, d_lse, q, k, v, o, lse, own, arguments), d_sinks
-
-
-# -- what torch is told about the operators
-
-_OF_OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor mask_block_cnt, Tensor mask_block_idx, "
-    "Tensor mask_bits, Tensor? full_block_cnt, Tensor? full_block_idx"
-)
-_OF_NUMBERS = f"{_NUMBERS}, int sm_margin, float softcap=0.0"
-for _schema, _function in (
-    (f"blocks_forward({_OF_OPERANDS}, {_OF_NUMBERS}, bool max_logits=False) -> (Tensor, Tensor, Tensor)", _forward),
-    (
-        f"blocks_backward(Tensor d_o, Tensor? d_lse, {_OF_OPERANDS}, Tensor o, Tensor lse, bool deterministic, "
-        f"{_OF_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _backward,
-    ),
-):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_schema.split("(")[0], _function, _device)
-
-
-@torch.library.register_fake("hopper_attention::blocks_forward", lib=_library)
-def _fake_forward(q: Any, k: Any, v: Any, sinks: Any, slopes: Any, *given: Any) -> Any:
-    return *_empty(q, v), _max_logits(q, _all(given[5:])[-1])
-
-
-@torch.library.register_fake("hopper_attention::blocks_backward", lib=_library)
-def _fake_backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, sinks: Any, slopes: Any, *rest: Any) -> Any:
-    return *(t.new_empty(t.shape) for t in (q, k, v)), _d_sinks(q, sinks)
-
-
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    o, lse, max_logits = output
-    ctx.save_for_backward(*inputs[:_TENSORS], o, lse)
-    ctx.numbers = _all(inputs[_TENSORS:])[:7]
-    ctx.mark_non_differentiable(max_logits)
-    # An output that nobody used then has the gradient None, and not a tensor of zeros.
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, d_o: Any, d_lse: Any, _: Any) -> tuple:
-    *given, o, lse = ctx.saved_tensors
-    if d_o is None:
-        d_o = torch.zeros_like(o)
-    backward = torch.ops.hopper_attention.blocks_backward.default
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    *made, d_sinks = backward(d_o, d_lse, *given, o, lse, deterministic, *ctx.numbers)
-    sinks = given[3]
-    gradients = (*made, None if sinks is None else d_sinks.to(sinks.dtype))
-    nothing = (None,) * (len(ctx.needs_input_grad) - len(gradients))
-    return *(d if wanted else None for d, wanted in zip(gradients, ctx.needs_input_grad)), *nothing
-
-
-def _second(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError("attention: a second derivative was asked for; allowed: gradients of first order")
-
-
-torch.library.register_autograd("hopper_attention::blocks_forward", _gradients, setup_context=_keep, lib=_library)
-torch.library.register_autograd("hopper_attention::blocks_backward", _second, lib=_library)
-
-
-__all__ = ["attention_blocks", "kept_lists", "lists_for", "lists_of_mask"]
+__all__ = ["kept_lists", "lists_for", "lists_of_mask"]

@@ -7,7 +7,8 @@ from typing import Any, Optional
 import torch
 
 from ._block_lists import BlockLists, of_four
-from ._blocks import attention_blocks, kept_lists, lists_of_mask
+from ._blocks import kept_lists, lists_of_mask
+from ._modified import Modifiers, attention_modified
 from ._torch import readable
 
 
@@ -39,6 +40,7 @@ def attention_masked(
     scaling: Optional[float],
     s_aux: Optional[torch.Tensor],
     softcap: Optional[float],
+    dropout: float,
 ) -> torch.Tensor:
     """Attention to [batch, heads, seqlen, head_dim] with one of these masks. Gives [batch, seqlen, heads, head_dim].
 
@@ -49,7 +51,8 @@ def attention_masked(
     if isinstance(mask, torch.Tensor):
         block_mask = _lists(mask, (*query.shape[:3], key.shape[2]), query.device)
     options = (False, None, False, scaling, False, 0, softcap)
-    return attention_blocks(q, k, v, block_mask, None, s_aux, *options)
+    modifiers = Modifiers(dropout=(dropout, None, None), block_mask=block_mask)
+    return attention_modified(q, k, v, s_aux, *options, modifiers)
 
 
 def _lists(mask: torch.Tensor, sizes: tuple, device: torch.device) -> BlockLists:

@@ -1,7 +1,10 @@
 """torch's own scaled_dot_product_attention on this library: the operators of its flash backend, for CUDA tensors.
 
 torch's selector decides before us which calls reach the flash backend. Calls with attn_mask, and causal calls with
-seqlen_q != seqlen_kv, go to another backend. Dropout reaches us and is refused.
+seqlen_q != seqlen_kv, go to another backend.
+
+Where there is dropout, the state of torch's random numbers is our own: a seed and an offset that are drawn from the default
+generator of the device. torch hands it to the backward pass.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from typing import Any, Optional
 import torch
 
 from . import abi
+from ._dropout import state_of
 from ._plans import FULL, Mask, scale_of
 from ._torch import backward_into, check_gradients, forward_into, is_recorded, readable
+from ._varlen import _Run
 
 NAME = "hopper_attention"
 
@@ -31,9 +36,7 @@ def _numbers(scale: Optional[float], causal: bool, left: Any = None, right: Any 
     return (scale_of(scale), *Mask(abi.MASK_WINDOW, abi.BOTTOM_RIGHT, left, right))
 
 
-def _check(dropout: float, debug_mask: bool = False, **others: Any) -> None:
-    if dropout:
-        _refuse(f"dropout_p {dropout}", "0")
+def _check(debug_mask: bool = False, **others: Any) -> None:
     if debug_mask:
         _refuse("return_debug_mask", "False")
     for name, given in others.items():
@@ -41,31 +44,69 @@ def _check(dropout: float, debug_mask: bool = False, **others: Any) -> None:
             _refuse(f"{name} was given", "None")
 
 
-def _run_forward(q: Any, k: Any, v: Any, o: torch.Tensor, numbers: tuple) -> torch.Tensor:
+def _with_dropout(numbers: tuple, dropout: float, deterministic: bool = False) -> _Run:
+    """A pass with dropout, without offsets, lengths and hints."""
+    return _Run((None, None, None, None, 0, 0, False, deterministic, *numbers, 0, 0.0, dropout))
+
+
+def _run_forward(
+    q: Any, k: Any, v: Any, o: torch.Tensor, numbers: tuple, dropout: float, state: torch.Tensor
+) -> torch.Tensor:
     """Writes o. All tensors are [batch, seqlen, heads, head_dim]. Gives the log-sum-exp."""
     q, k, v = readable(q), readable(k), readable(v)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     into = o if readable(o) is o else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    forward_into(q, k, v, into, lse, numbers)
+    if dropout:
+        tensors = {"q": q, "k": k, "v": v, "o": into, "lse": lse, "dropout_state": _words(state)}
+        _with_dropout(numbers, dropout)(abi.ForwardArgs, tensors)
+    else:
+        forward_into(q, k, v, into, lse, numbers)
     if into is not o:
         o.copy_(into)
     return lse
 
 
-def _run_backward(d_o: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple) -> None:
+def _run_backward(
+    d_o: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple, dropout: float, state: Any
+) -> None:
     d_o, q, k, v, o = map(readable, (d_o, q, k, v, o))
     into = [d if readable(d) is d else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in gradients]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    backward_into(d_o, None, q, k, v, o, readable(lse), into, numbers, deterministic)
+    if dropout:
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": readable(lse), "d_o": d_o, "dropout_state": _words(state)}
+        tensors.update(zip(("d_q", "d_k", "d_v"), into))
+        wanted = {"d_lse": 0, "deterministic": int(deterministic), "d_sinks": 0, "d_bias": 0}
+        _with_dropout(numbers, dropout, deterministic)(abi.BackwardArgs, tensors, **wanted)
+    else:
+        backward_into(d_o, None, q, k, v, o, readable(lse), into, numbers, deterministic)
     for wanted, written in zip(gradients, into):
         if written is not wanted:
             wanted.copy_(written)
 
 
-def _no_random(q: torch.Tensor) -> tuple:
-    """The state of the random numbers that dropout would have used, and the mask of a debug run. Nobody reads them."""
-    seed = torch.empty((2,), dtype=torch.uint64, device=q.device)
-    return seed, torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty((0,))
+def _state(dropout: float, device: torch.device) -> torch.Tensor:
+    """The seed and the offset of dropout, as torch hands them to the backward pass. Any numbers without dropout."""
+    if not dropout:
+        return torch.empty((2,), dtype=torch.uint64, device=device)
+    return state_of(None, None, device).view(torch.uint64)
+
+
+def _words(state: torch.Tensor) -> torch.Tensor:
+    """The four words that the library reads. They are the memory of the two numbers."""
+    return state.view(torch.int32)
+
+
+def _unused(q: torch.Tensor) -> tuple:
+    """Outputs of torch's own kernel that nobody reads: a part of the random numbers, and the mask of a debug run."""
+    return torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty((0,))
+
+
+def _check_gradients(q: Any, k: Any, v: Any, numbers: tuple, dropout: float, state: torch.Tensor) -> None:
+    """Refuses, in the forward pass, what has no backward pass on the device."""
+    if dropout and q.is_cuda:
+        _with_dropout(numbers, dropout).check_gradients(q, k, v, {"dropout_state": _words(state)})
+    elif not dropout:
+        check_gradients(q, k, v, numbers)
 
 
 def _swapped(*tensors: torch.Tensor) -> tuple:
@@ -83,7 +124,7 @@ def sdpa_forward(
     scale: Optional[float] = None,
 ) -> tuple:
     """aten::_scaled_dot_product_flash_attention, on [batch, heads, seqlen, head_dim]."""
-    _check(dropout_p, return_debug_mask)
+    _check(return_debug_mask)
     # Strides as torch's own kernels give them. Compiled code relies on them.
     o = (
         torch.empty_like(query)
@@ -91,11 +132,11 @@ def sdpa_forward(
         else query.new_empty((*query.shape[:3], value.shape[3]))
     )
     numbers = _numbers(scale, is_causal)
+    state = _state(dropout_p, query.device)
     if is_recorded(query, key, value):
-        check_gradients(*_swapped(query, key, value), numbers)
-    lse = _run_forward(*_swapped(query, key, value, o), numbers)
-    seed, offset, debug = _no_random(query)
-    return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, debug
+        _check_gradients(*_swapped(query, key, value), numbers, dropout_p, state)
+    lse = _run_forward(*_swapped(query, key, value, o), numbers, dropout_p, state)
+    return o, lse, None, None, query.shape[2], key.shape[2], state, *_unused(query)
 
 
 def sdpa_backward(
@@ -117,11 +158,10 @@ def sdpa_backward(
     scale: Optional[float] = None,
 ) -> tuple:
     """aten::_scaled_dot_product_flash_attention_backward."""
-    _check(dropout_p, cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
+    _check(cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
     gradients = [torch.empty_like(t) for t in (query, key, value)]
-    _run_backward(
-        *_swapped(grad_out, query, key, value, out), logsumexp, list(_swapped(*gradients)), _numbers(scale, is_causal)
-    )
+    operands, into = _swapped(grad_out, query, key, value, out), list(_swapped(*gradients))
+    _run_backward(*operands, logsumexp, into, _numbers(scale, is_causal), dropout_p, philox_seed)
     return tuple(gradients)
 
 
@@ -149,13 +189,14 @@ def flash_forward(
     Nested tensors come this way, with cum_seq_q.
     """
     others = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes}
-    _check(dropout_p, return_debug_mask, **others, **more)
+    _check(return_debug_mask, **others, **more)
     numbers = _numbers(scale, is_causal, window_size_left, window_size_right)
+    state = _state(dropout_p, query.device)
     if is_recorded(query, key, value):
-        check_gradients(query, key, value, numbers)
+        _check_gradients(query, key, value, numbers, dropout_p, state)
     o = torch.empty_like(query)
-    lse = _run_forward(query, key, value, o, numbers)
-    return o, lse, *_no_random(query)
+    lse = _run_forward(query, key, value, o, numbers, dropout_p, state)
+    return o, lse, state, *_unused(query)
 
 
 def flash_backward(
@@ -179,10 +220,10 @@ def flash_backward(
     window_size_right: Any = None,
 ) -> tuple:
     """aten::_flash_attention_backward."""
-    _check(dropout_p, cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
+    _check(cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
     gradients = [torch.empty_like(t) for t in (query, key, value)]
     numbers = _numbers(scale, is_causal, window_size_left, window_size_right)
-    _run_backward(grad_out, query, key, value, out, logsumexp, gradients, numbers)
+    _run_backward(grad_out, query, key, value, out, logsumexp, gradients, numbers, dropout_p, rng_state)
     return tuple(gradients)
 
 

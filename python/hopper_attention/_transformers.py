@@ -20,7 +20,8 @@ from . import _dense_masks
 from ._plans import Chunked
 from ._torch import attention, readable
 from ._sinks import attention_sinks
-from ._varlen import attention_modified, attention_varlen, readable_rows
+from ._modified import Modifiers, attend, attention_modified
+from ._varlen import attention_capped, attention_varlen, readable_rows
 
 OLDEST = (5, 17)
 
@@ -365,10 +366,9 @@ def attention_forward(
 
     With cu_seq_lens_q and cu_seq_lens_k, [sequences + 1], the rows of the batch one after another are packed sequences.
     max_length_q and max_length_k are hints for speed. s_aux, [heads], has the attention sinks, as gpt-oss has them.
-    softcap is the cap of the scores, as Gemma 2 has it. None and 0 stand for no cap.
+    softcap is the cap of the scores, as Gemma 2 has it. None and 0 stand for no cap. dropout is the probability, which
+    models give in training; torch's default generator of the device says which weights become 0.
     """
-    if dropout:
-        _refuse(f"dropout {dropout}", "0; set attention_dropout to 0 in the model's config")
     longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
     packing = _packing_of_lengths(cu_seq_lens_q, cu_seq_lens_k, *longest)
     _refuse_lacking(kwargs, packing is not None)
@@ -392,7 +392,7 @@ def attention_forward(
     elif _dense_masks.takes(attention_mask):
         if packing is not None:
             _refuse("cu_seq_lens_q with a 4-d mask", "one of both")
-        return _dense_masks.attention_masked(query, key, value, attention_mask, scaling, s_aux, softcap), None
+        return _dense_masks.attention_masked(query, key, value, attention_mask, scaling, s_aux, softcap, dropout), None
     elif attention_mask is not None:
         shape = tuple(getattr(attention_mask, "shape", ()))
         _refuse(
@@ -433,7 +433,7 @@ def attention_forward(
         else:
             if (left, right) != (None, None) and right != 0 and q_length != kv_length:
                 _refuse(f"a window of both sides on padding, {q_length} queries and {kv_length} keys", "equal numbers")
-    return _band(q, k, v, left, right, scaling, packing, s_aux, softcap, chunk), None
+    return _band(q, k, v, left, right, scaling, packing, s_aux, softcap, chunk, dropout), None
 
 
 def _band(
@@ -447,23 +447,28 @@ def _band(
     s_aux: Optional[torch.Tensor] = None,
     softcap: Optional[float] = None,
     chunk: Optional[int] = None,
+    dropout: float = 0.0,
 ) -> Any:
     """Attention to [batch, seqlen, heads, head_dim]. With a packing, the rows of the batch follow each other."""
     plain = left is None and (right is None or right == 0)
     mask: dict = {"causal": right == 0} if plain else {"window": (left, right)}
     if chunk is not None:
         mask = {"window": Chunked(chunk)}
+    modifiers = Modifiers(dropout=(dropout, None, None))
     if packing is None:
         q, k, v = map(readable, (q, k, v))
         numbers = (mask.get("causal", False), mask.get("window"), False, scaling, False, 0)
+        if dropout:
+            return attention_modified(q, k, v, s_aux, *numbers, softcap, modifiers)
         if softcap:
-            return attention_modified(q, k, v, s_aux, *numbers, softcap)
+            return attention_capped(q, k, v, s_aux, *numbers, softcap)
         if s_aux is not None:
             return attention_sinks(q, k, v, s_aux, *numbers)
         return attention(q, k, v, scale=scaling, **mask)
     # The rows of a projection follow each other already. Those of a cache are copied.
     rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))
-    o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, softcap=softcap, **mask, **packing)
+    own = (attend, modifiers) if dropout else None
+    o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, softcap=softcap, attend=own, **mask, **packing)
     return o.view(*q.shape[:3], o.shape[-1])
 
 

@@ -99,15 +99,15 @@ def attention_varlen(
     softcap: Optional[float] = None,
     attend: Optional[tuple] = None,
 ) -> Any:
-    """See hopper_attention.attention_varlen. `attend` is what computes it in place of `_modified`: _biased.biased."""
+    """See hopper_attention.attention_varlen. `attend`: the function that computes it in place of `_plain`, and its last arguments."""
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     q, k, v, rest = arguments(q, k, v, lists, *mask, scale, longest, deterministic, fill_gaps, sm_margin, softcap)
-    compute, *more = attend or (_modified,)
+    compute, *more = attend or (_plain,)
     return compute(q, k, v, s_aux, rest, return_lse, *more)
 
 
-def _modified(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
+def _plain(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
     if s_aux is not None:
         return _with_sinks(q, k, v, s_aux, rest, return_lse)
     recorded = is_recorded(q, k, v)
@@ -125,7 +125,7 @@ def _call(operator: Any, recorded: bool, tensors: tuple, rest: tuple) -> Any:
     return call(operator, recorded, *tensors, *rest)
 
 
-def attention_modified(
+def attention_capped(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -137,18 +137,13 @@ def attention_modified(
     return_lse: bool,
     sm_margin: int,
     softcap: Optional[float],
-    attend: Optional[tuple] = None,
 ) -> Any:
-    """attention() with a softcap, and maybe sinks. Its operators are those of packed sequences, without offsets.
-
-    `attend` is as in `attention_varlen`.
-    """
+    """attention() with a softcap, and maybe sinks. Its operators are those of packed sequences, without offsets."""
     _check(q, k, v)
     q, k, v = _autocast(q, k, v)
     numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
     rest = (None, None, None, None, 0, 0, False, False, *numbers, softcap_of(softcap))
-    compute, *more = attend or (_modified,)
-    return compute(q, k, v, s_aux, rest, return_lse, *more)
+    return _plain(q, k, v, s_aux, rest, return_lse)
 
 
 def _with_sinks(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool) -> Any:
@@ -224,7 +219,7 @@ class _Run:
         )
 
     def check_gradients(self, q: Any, k: Any, v: Any, given: Any = ()) -> None:
-        """Refuses what the device computes without gradients only. `given` are slopes and lists of blocks, by their names."""
+        """Refuses what the device computes without gradients only. `given` has other tensors by their names."""
 
         def problems() -> tuple:
             forward = self._problem(q, k, v, True, dict(given))
@@ -232,7 +227,7 @@ class _Run:
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
         key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
-        key = (*key, self.softcap, self.dropout, tuple((name, t.shape) for name, t in dict(given).items()))
+        key = (*key, self.softcap, self.dropout, tuple((name, t.dtype, t.shape) for name, t in dict(given).items()))
         require_gradients(key, ordinal(q.device), problems)
 
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:
@@ -448,4 +443,4 @@ torch.library.register_autograd("hopper_attention::varlen_backward", _second, li
 torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 
-__all__ = ["arguments", "attention_modified", "attention_varlen", "nested", "readable_rows"]
+__all__ = ["arguments", "attention_capped", "attention_varlen", "nested", "readable_rows"]

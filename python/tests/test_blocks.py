@@ -233,8 +233,9 @@ class Torch(unittest.TestCase):
         sinks, slopes = torch.randn(HEADS).requires_grad_(), torch.ones(HEADS)
         numbers = (0.25, abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0)
         for own, of, wanted in ((None, None, False), (sinks, slopes, True)):
-            arguments = (q, k, v, own, of, *lists, *numbers, wanted)
-            torch.library.opcheck(torch.ops.hopper_attention.blocks_forward, arguments)
+            rest = (None, None, None, None, 0, 0, False, False, *numbers, 0.0, wanted)
+            arguments = (q, k, v, own, of, None, None, *lists, *rest)
+            torch.library.opcheck(torch.ops.hopper_attention.modified_forward, arguments)
 
     def test_empty(self):
         for seqlen_q, seqlen_kv, batch in ((0, 5, 2), (5, 0, 2), (5, 5, 0)):

@@ -168,13 +168,43 @@ class Torch(unittest.TestCase):
 
         self.check(compiled)
 
+    def test_with_masks_and_biases(self):
+        state, probability = torch.tensor([SEED, OFFSET]), 0.25
+        torch.manual_seed(2)
+        kept, bias = torch.rand(2, 1, 9, 13) < 0.7, torch.randn(1, 4, 1, 13)
+        factors = self.factors(probability, state, 2, 4, 9, 13)
+        of_kept = torch.zeros(kept.shape).masked_fill(~kept, -torch.inf)
+        for options, keeps, adds in (
+            ({"attn_mask": kept}, True, False),
+            ({"block_mask": hopper_attention.block_lists(kept, *self.inputs()[:2])}, True, False),
+            ({"bias": bias.clone().requires_grad_()}, False, True),
+            ({"attn_mask": bias.clone().requires_grad_()}, False, True),
+            ({"attn_mask": kept, "bias": bias.clone().requires_grad_()}, True, True),
+            ({"attn_mask": (of_kept + bias).requires_grad_()}, True, True),
+        ):
+            with self.subTest(options=list(options)):
+                *qkv, _ = self.inputs()
+                leaves = [*qkv, *(t for t in options.values() if isinstance(t, torch.Tensor) and t.requires_grad)]
+                o, lse = hopper_attention.attention(
+                    *qkv, return_lse=True, dropout_p=probability, dropout_state=state, **options
+                )
+                exact = [t.detach().double().requires_grad_() for t in leaves]
+                keep = kept if keeps else torch.ones(9, 13, dtype=torch.bool)
+                want = reference(*exact[:3], keep, bias=exact[3] if adds else None, factors=factors)
+                torch.testing.assert_close(o.double(), want[0], atol=2e-5, rtol=0)
+                torch.testing.assert_close(lse.double(), want[1], atol=2e-5, rtol=0)
+                d_o = torch.randn_like(o)
+                mine = torch.autograd.grad((o * d_o).sum(), leaves)
+                for a, b in zip(mine, torch.autograd.grad((want[0] * d_o.double()).sum(), exact)):
+                    torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=2e-5)
+
     def test_operators_are_what_torch_expects(self):
         q, k, v, sinks = self.inputs()
         state, slopes = torch.tensor([SEED, OFFSET]), torch.tensor(self.SLOPES)
         numbers = (0.25, hopper_attention.abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0)
         for own, of, wanted in ((sinks, slopes, True), (None, None, False)):
-            arguments = (q, k, v, own, of, state, 0.3, None, None, None, None, 0, 0, False, False, *numbers, wanted)
-            torch.library.opcheck(torch.ops.hopper_attention.dropout_forward, arguments)
+            arguments = (q, k, v, own, of, None, state, *(None,) * 9, 0, 0, False, False, *numbers, 0.3, wanted)
+            torch.library.opcheck(torch.ops.hopper_attention.modified_forward, arguments)
 
     def test_drawn_states(self):
         q, k, v, _ = self.inputs()
@@ -223,8 +253,6 @@ class Torch(unittest.TestCase):
             attention(q, k, v, dropout_p=0.5, dropout_state=torch.tensor([1, 2, 3]))
         with self.assertRaisesRegex(ValueError, "generator: given beside"):
             attention(q, k, v, dropout_p=0.5, dropout_state=state, generator=torch.Generator())
-        with self.assertRaisesRegex(NotImplementedError, "attn_mask: given with dropout_p 0.5"):
-            attention(q, k, v, dropout_p=0.5, attn_mask=torch.ones(9, 13, dtype=torch.bool))
         with self.assertRaisesRegex(hopper_attention.HattnError, "dropout: 1"):
             attention(q, k, v, dropout_p=1.0)
 

@@ -8,7 +8,7 @@ except ImportError:
     torch = None
 else:
     import torch.nn.functional as F
-    from hopper_attention import _sdpa, register_sdpa
+    from hopper_attention import _sdpa, dropout_mask, register_sdpa
 
 
 class Sdpa(unittest.TestCase):
@@ -42,6 +42,34 @@ class Sdpa(unittest.TestCase):
                     )
                     for mine, theirs in zip(d, gradients):
                         torch.testing.assert_close(mine, theirs)
+
+    def dropped(self, q, k, v, state):
+        """Causal attention with a quarter of the weights dropped, from the definition."""
+        k, v = (t.repeat_interleave(3, 1) for t in (k, v))
+        scores = (q @ k.mT / 4).masked_fill(~torch.ones(21, 21, dtype=torch.bool).tril(), float("-inf"))
+        kept = dropout_mask(0.25, state.view(torch.int64), 2, 6, 21, 21)
+        return (scores.softmax(-1) * kept / 0.75) @ v
+
+    def test_dropout(self):
+        q, k, v = (t.requires_grad_() for t in self.tensors(True))
+        with torch.no_grad():
+            o, lse, _, _, max_q, max_k, state, unused, _ = _sdpa.sdpa_forward(q, k, v, 0.25, True)
+            d_o = torch.randn_like(o)
+            d = _sdpa.sdpa_backward(d_o, q, k, v, o, lse, None, None, max_q, max_k, 0.25, True, state, unused)
+        want = self.dropped(q, k, v, state)
+        torch.testing.assert_close(o, want)
+        for mine, theirs in zip(d, torch.autograd.grad(want, (q, k, v), d_o)):
+            torch.testing.assert_close(mine, theirs)
+
+        def drawn(seed):
+            torch.manual_seed(seed)
+            return _sdpa.sdpa_forward(q.detach(), k.detach(), v.detach(), 0.25)[0]
+
+        self.assertTrue(torch.equal(drawn(3), drawn(3)))
+        self.assertFalse(torch.equal(drawn(3), drawn(4)))
+        turned = [t.detach().transpose(1, 2) for t in (q, k, v)]
+        below, _, state, *_ = _sdpa.flash_forward(*turned, None, None, 21, 21, 0.25, True, False)
+        torch.testing.assert_close(below.transpose(1, 2), self.dropped(*(t.detach() for t in (q, k, v)), state))
 
     def test_the_operator_below(self):
         q, k, v = (t.transpose(1, 2) for t in self.tensors(False))
@@ -91,16 +119,18 @@ class Sdpa(unittest.TestCase):
             below = torch.ops.aten._flash_attention_forward(*turned, None, None, 21, 21, 0.0, True, False, scale=0.5)
             torch.testing.assert_close(below[0].transpose(1, 2), want)
             torch.testing.assert_close(torch.autograd.grad(below[0].sum(), q), torch.autograd.grad(o.sum(), q))
-            with self.assertRaisesRegex(NotImplementedError, "dropout_p 0.5"):
-                forward(q, k, v, 0.5)
+            # torch gives the gradients the state of the forward pass.
+            o, *_, state, _, _ = forward(q, k, v, 0.25, True)
+            want = self.dropped(q, k, v, state)
+            torch.testing.assert_close(o, want)
+            for mine, theirs in zip(*(torch.autograd.grad(made.square().sum(), (q, k, v)) for made in (o, want))):
+                torch.testing.assert_close(mine, theirs)
         finally:
             overrides.remove()
         self.assertRaises(NotImplementedError, forward, q, k, v, 0.0, True)
 
     def test_refusals(self):
         q, k, v = self.tensors(False)
-        with self.assertRaisesRegex(NotImplementedError, "dropout_p 0.5"):
-            _sdpa.sdpa_forward(q, k, v, 0.5)
         with self.assertRaisesRegex(NotImplementedError, "return_debug_mask"):
             _sdpa.sdpa_forward(q, k, v, 0.0, False, True)
         lengths = torch.tensor([0, 21], dtype=torch.int32)

@@ -55,6 +55,30 @@ class Transformers(unittest.TestCase):
             for mine, theirs in zip(gradients, found[0][1]):
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
 
+    def test_dropout_in_training(self):
+        kind = next(iter(KINDS))
+        settings, model = self.make(kind)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        model.set_attn_implementation("hopper_attention")
+        inputs = models.inputs(kind, settings, 2, 20)
+        plain = model.eval()(**inputs).logits.detach()
+
+        def trained(seed):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            logits = model.train()(**inputs).logits
+            logits.square().mean().backward()
+            return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+        first, again, other = trained(1), trained(1), trained(2)
+        for mine, its in zip(first, again):
+            self.assertTrue(torch.equal(mine, its))
+        self.assertFalse(torch.allclose(first[0], other[0]))
+        self.assertFalse(torch.allclose(first[0], plain))
+        self.assertTrue(all(bool(t.isfinite().all()) for t in first))
+        torch.testing.assert_close(model.eval()(**inputs).logits, plain)
+
     def test_models(self):
         for kind in KINDS:
             with self.subTest(kind=kind):
@@ -269,10 +293,6 @@ class Transformers(unittest.TestCase):
         four = torch.ones(1, 1, 20, 20, dtype=torch.bool)
         with self.assertRaisesRegex(NotImplementedError, "cu_seq_lens_q with a 4-d mask"):
             model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, attention_mask=four)
-        model.config.attention_dropout = 0.1
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 0.1
-        self.assertRaisesRegex(NotImplementedError, "dropout 0.1", model.train(), ids)
 
 
 @unittest.skipIf(WHY, WHY)
@@ -292,6 +312,25 @@ class Functions(unittest.TestCase):
     def expect(self, q, k, v, o, keep=None):
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         torch.testing.assert_close(o.transpose(1, 2), want)
+
+    def test_dropout(self):
+        """The pairs are those of a state that torch's generator gives: without a mask, with one, and packed."""
+        everything = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+        lengths = torch.tensor([0, 9], dtype=torch.int32)
+        for mask, options in ((None, {}), (everything, {}), (None, {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths})):
+            for softcap in (None, 5.0):
+                torch.manual_seed(0)
+                q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+                state = torch.empty(2, dtype=torch.int64)
+                torch.manual_seed(5)
+                state.random_()
+                torch.manual_seed(5)
+                module = types.SimpleNamespace(is_causal=False)
+                o, _ = _transformers.attention_forward(module, q, k, v, mask, dropout=0.25, softcap=softcap, **options)
+                scores = q @ k.mT / 8**0.5
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                kept = hopper_attention.dropout_mask(0.25, state, 1, 2, 9, 9)
+                torch.testing.assert_close(o.transpose(1, 2), (scores.softmax(-1) * kept / 0.75) @ v)
 
     def test_a_window_needs_no_sliding_window(self):
         own, keys = torch.arange(9)[:, None], torch.arange(9)
@@ -408,7 +447,6 @@ class Functions(unittest.TestCase):
     def test_arguments(self):
         causal = self.mask(masking_utils.causal_mask_function)
         for words, options in (
-            ("dropout 0.5", {"dropout": 0.5}),
             ("attention sinks by another name", {"sinks": torch.zeros(2)}),
             ("a position bias", {"position_bias": torch.zeros(1, 2, 9, 9)}),
             ("the argument novelty", {"novelty": 1}),
