@@ -1,10 +1,11 @@
-"""attention() and attention_varlen() on torch tensors with what changes scores or weights: masks, a bias, ALiBi, dropout, maximum logits.
+"""attention() and attention_varlen() on torch tensors with what changes scores or weights.
 
-The operators hopper_attention::modified_forward and modified_backward take all of it, each of which may be missing, and offsets
-and lengths. They call the library through ctypes. Autograd gives the backward pass the state of dropout of the forward pass.
+That is masks, a bias, ALiBi, dropout and the maximum logits. The operators hopper_attention::modified_forward and
+modified_backward take all of it, each of which may be missing, and offsets and lengths. They call the library through
+ctypes. Autograd gives the backward pass the state of dropout of the forward pass.
 
-Plain calls, and those with a softcap or sinks alone, have operators of their own (_torch.py, _sinks.py, _varlen.py): these are cheaper
-to call.
+Plain calls, and those with a softcap or sinks alone, have operators of their own (_torch.py, _sinks.py, _varlen.py):
+these are cheaper to call.
 """
 
 from __future__ import annotations
