@@ -1,6 +1,6 @@
 // torch's ops hopper_attention::forward, forward_lse, backward, forward_sinks and backward_sinks, computed through the
-// C ABI. A call from Python takes less time than through ctypes. The package defines the ops. hattn_torch_register gives
-// them these kernels for CPU and CUDA.
+// C ABI. A call from Python takes less time than through ctypes. The package defines the ops. hattn_torch_register
+// gives them these kernels for CPU and CUDA.
 //
 // An op runs on the current stream of its tensors' device, and takes outputs and workspace from torch's allocator. The
 // allocator gives memory of a stream to later work of that stream only. So a workspace may be freed right after the

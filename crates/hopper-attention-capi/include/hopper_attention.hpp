@@ -106,11 +106,12 @@ enum class Alibi : std::int32_t {
   PerBatch = HATTN_ALIBI_PER_BATCH
 };
 
-// A block-sparse mask: lists of blocks of 128 queries and 128 keys (hattn_block_mask), beside the problem's mask. Setters return
-// the mask, so that they can be chained.
+// A block-sparse mask: lists of blocks of 128 queries and 128 keys (hattn_block_mask), beside the problem's mask.
+// Setters return the mask, so that they can be chained.
 class BlockMask {
  public:
-  // Lists of at most so many partial blocks for a block of queries. All batch entries and heads share them. No full blocks.
+  // Lists of at most so many partial blocks for a block of queries. All batch entries and heads share them. No full
+  // blocks.
   explicit constexpr BlockMask(std::int32_t most_partial) noexcept : most_partial_(most_partial) {}
 
   // Whether each batch entry, and each query head, has lists of its own.
@@ -133,8 +134,8 @@ class BlockMask {
   std::int32_t most_partial_;
 };
 
-// The form of an additive bias: its type, F32, BF16 or F16, and which dimensions it has beside the keys. A dimension that it has not
-// is 1, and shared. Setters return the form, so that they can be chained.
+// The form of an additive bias: its type, F32, BF16 or F16, and which dimensions it has beside the keys. A dimension
+// that it has not is 1, and shared. Setters return the form, so that they can be chained.
 class Bias {
  public:
   explicit constexpr Bias(DType dtype) noexcept : dtype_(dtype) {}
@@ -289,8 +290,9 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.block_mask, lists.flags()).set(problem_.block_mask_most_partial, lists.most_partial());
   }
 
-  // An additive bias of the scores, after the cap and before the mask. -inf hides a pair as a mask does. The argument bias of a run has
-  // it. For other operands than E4M3, and not for packed sequences or used lengths. GPUs have no kernels for it yet.
+  // An additive bias of the scores, after the cap and before the mask. -inf hides a pair as a mask does. The argument
+  // bias of a run has it. For other operands than E4M3, and not for packed sequences or used lengths. GPUs have no
+  // kernels for it yet.
   constexpr ForwardProblem& bias(const Bias& form) noexcept {
     return set(problem_.bias, form.dtype()).set(problem_.bias_dims, form.dims());
   }
@@ -440,7 +442,8 @@ struct ForwardArgs {
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{};
   // Of full blocks: as the first two. Given exactly if the block mask has full_blocks(true).
   std::optional<ConstTensorView> full_block_cnt{}, full_block_idx{};
-  std::optional<ConstTensorView> bias{};  // [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]; given exactly with bias()
+  // [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]. Given exactly with bias().
+  std::optional<ConstTensorView> bias{};
   // Seed and offset of dropout(): I32 [4], the words of two 64-bit numbers, low ones first. Given exactly if the
   // problem's dropout is not 0.
   std::optional<ConstTensorView> dropout_state{};
@@ -467,8 +470,8 @@ struct BackwardArgs {
   std::optional<ConstTensorView> alibi_slopes{};  // as in ForwardArgs
   // The lists of a block_mask(), as in ForwardArgs.
   std::optional<ConstTensorView> mask_block_cnt{}, mask_block_idx{}, mask_bits{}, full_block_cnt{}, full_block_idx{};
-  std::optional<ConstTensorView> bias{};  // as in ForwardArgs
-  std::optional<TensorView> dbias{};      // as bias; given exactly if the problem has d_bias(true)
+  std::optional<ConstTensorView> bias{};           // as in ForwardArgs
+  std::optional<TensorView> dbias{};               // as bias; given exactly if the problem has d_bias(true)
   std::optional<ConstTensorView> dropout_state{};  // as in ForwardArgs: the numbers that the forward pass read
 };
 

@@ -21,8 +21,8 @@ inline namespace HATTN_DETAIL_NAMESPACE {
 inline constexpr std::int64_t kScaleBlock = 128;
 
 namespace detail {
-constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64_t seqlen,
-                                std::int64_t heads, bool packed) noexcept {
+constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64_t seqlen, std::int64_t heads,
+                                bool packed) noexcept {
   switch (problem.scaling) {
     case HATTN_PER_HEAD:
       return {problem.batch, problem.heads_kv, 1};
@@ -35,8 +35,8 @@ constexpr Extents descale_shape(const hattn_forward_problem& problem, std::int64
 }
 }  // namespace detail
 
-// The shape of the descale factors of Q, and of those of K and V: [batch, heads, blocks]. With factors per block of packed
-// sequences: [heads, blocks].
+// The shape of the descale factors of Q, and of those of K and V: [batch, heads, blocks]. With factors per block of
+// packed sequences: [heads, blocks].
 constexpr Extents descale_q_shape(const ForwardProblem& problem) noexcept {
   const hattn_forward_problem& c = problem.c_problem();
   return detail::descale_shape(c, c.seqlen_q, c.heads_q, c.cu_seqlens_q != 0);
@@ -96,8 +96,8 @@ struct QuantizeArgs {
   // 14) because they were too large. The second counts the elements that were not finite. May be absent.
   std::optional<TensorView> counts{};
   Workspace workspace{};
-  // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given if the problem has them, and a tensor of that
-  // side is quantised.
+  // Offsets and used lengths of sequences: I32 [batch + 1] and [batch]. Given if the problem has them, and a tensor of
+  // that side is quantised.
   std::optional<ConstTensorView> cu_seqlens_q{}, cu_seqlens_kv{}, seqused_q{}, seqused_kv{};
 };
 

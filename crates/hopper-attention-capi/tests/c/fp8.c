@@ -312,7 +312,8 @@ static void a_size_inside_of_a_field_is_refused(void) {
   }
   for (size = 0; size < sizeof(quantise_args); ++size) {
     if (size >= 56 && size % 8 == 0) continue;
-    NO_OPERANDS(quantise_args.struct_size = size, HATTN_ERROR_ABI, "args", "struct_size", "56, 64, 72, 80, 88 (sizeof(");
+    NO_OPERANDS(quantise_args.struct_size = size, HATTN_ERROR_ABI, "args", "struct_size",
+                "56, 64, 72, 80, 88 (sizeof(");
   }
 }
 

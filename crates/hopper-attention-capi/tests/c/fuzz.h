@@ -263,8 +263,7 @@ static void spoil(void) {
   } else if (is_text(f->name, "struct_size")) {
     const uint32_t size = one_in(8) ? UINT32_MAX : (uint32_t)below(one_in(2) ? 136 : SLOT - 64);
     memcpy(place, &size, sizeof(size));
-  } else if (is_text(f->name, "softmax_scale") || is_text(f->name, "softcap") ||
-             is_text(f->name, "dropout")) {
+  } else if (is_text(f->name, "softmax_scale") || is_text(f->name, "softcap") || is_text(f->name, "dropout")) {
     memcpy(place, &floats[below(6)], 4);
   } else if (f->size == 4) {
     const int32_t value = (int32_t)nasty(of_tensor);
