@@ -17,8 +17,8 @@ pub(super) struct Block<'a> {
     keys: usize,
     /// Which of these pairs the lists keep.
     pairs: Pairs<'a>,
-    /// The additive bias of each pair, if one of them hides its pair.
-    hiding: Option<&'a [f32]>,
+    /// The additive bias of each pair, `[queries, keys]`. Empty where none of them hides its pair.
+    hiding: &'a [f32],
     /// Which pairs dropout drops, `[queries, keys]`. Empty where it drops none.
     dropped: &'a [bool],
     /// Whether every query keeps every key.
@@ -37,7 +37,7 @@ impl<'a> Block<'a> {
         kept.clear();
         kept.extend(queries.map(|own| within(own, first, keys)));
         let whole = kept.iter().all(|kept| *kept == (0..keys));
-        Self { kept, keys, pairs: Pairs::All, hiding: None, dropped: &[], whole }
+        Self { kept, keys, pairs: Pairs::All, hiding: &[], dropped: &[], whole }
     }
 
     /// The same block, of which lists keep these pairs.
@@ -48,7 +48,7 @@ impl<'a> Block<'a> {
     /// The same block, whose pairs have these additive biases: `[queries, keys]`. None where there is no bias.
     pub fn with_bias(self, biases: &'a [f32]) -> Self {
         let hides = biases.contains(&f32::NEG_INFINITY);
-        Self { hiding: hides.then_some(biases), whole: self.whole && !hides, ..self }
+        Self { hiding: if hides { biases } else { &[] }, whole: self.whole && !hides, ..self }
     }
 
     /// The same block without the pairs that dropout drops: `[queries, keys]`, or empty where it drops none.
@@ -56,17 +56,16 @@ impl<'a> Block<'a> {
         Self { dropped, whole: self.whole && dropped.is_empty(), ..self }
     }
 
-    /// Whether the lists and the bias keep a pair that the mask keeps.
-    pub fn shows(&self, query: usize, key: usize) -> bool {
-        let hidden = self.hiding.is_some_and(|biases| biases[query * self.keys + key] == f32::NEG_INFINITY);
-        !hidden && self.pairs.keep(query, key)
-    }
-
     /// Writes `value` over the numbers of the pairs of a query that the mask keeps, and the lists or the bias do not.
     pub fn hide(&self, query: usize, value: f32, numbers: &mut [f32]) {
-        if !self.pairs.is_all() || self.hiding.is_some() {
-            let kept = self.kept[query].clone();
-            kept.filter(|&key| !self.shows(query, key)).for_each(|key| numbers[key] = value);
+        let kept = &self.kept[query];
+        if !self.hiding.is_empty() {
+            let biases = &self.hiding[query * self.keys..][kept.clone()];
+            let pairs = numbers[kept.clone()].iter_mut().zip(biases);
+            pairs.filter(|(_, bias)| **bias == f32::NEG_INFINITY).for_each(|(number, _)| *number = value);
+        }
+        if !self.pairs.is_all() {
+            kept.clone().filter(|&key| !self.pairs.keep(query, key)).for_each(|key| numbers[key] = value);
         }
     }
 
@@ -116,9 +115,17 @@ impl<'a> Block<'a> {
     fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
         for (query, kept) in self.kept.iter().enumerate() {
             let adds = |&key: &usize| {
-                self.shows(query, key) && self.dropped.get(query * self.keys + key).is_none_or(|&dropped| !dropped)
+                let at = query * self.keys + key;
+                self.hiding.get(at).is_none_or(|&bias| bias != f32::NEG_INFINITY)
+                    && self.dropped.get(at).is_none_or(|&dropped| !dropped)
             };
-            kept.clone().filter(adds).for_each(|key| pair(query, key));
+            // Two loops: the compiler would read the bits of lists ahead of them, where there are none.
+            if self.pairs.is_all() {
+                kept.clone().filter(adds).for_each(|key| pair(query, key));
+            } else {
+                let listed = |key: &usize| adds(key) && self.pairs.keep(query, *key);
+                kept.clone().filter(listed).for_each(|key| pair(query, key));
+            }
         }
     }
 }
