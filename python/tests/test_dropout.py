@@ -198,6 +198,22 @@ class Torch(unittest.TestCase):
                 for a, b in zip(mine, torch.autograd.grad((want[0] * d_o.double()).sum(), exact)):
                     torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=2e-5)
 
+    def test_compiled_with_masks_and_biases(self):
+        state, kept = torch.tensor([SEED, OFFSET]), torch.rand(1, 1, 9, 13) < 0.7
+        options = {"dropout_p": 0.25, "dropout_state": state, "attn_mask": kept}
+        found = []
+        for attention in (
+            hopper_attention.attention,
+            torch.compile(hopper_attention.attention, fullgraph=True, backend="aot_eager"),
+        ):
+            torch.manual_seed(3)
+            bias = torch.randn(1, 4, 9, 13, requires_grad=True)
+            *qkv, _ = self.inputs()
+            o = attention(*qkv, bias=bias, **options)
+            found.append((o.detach(), *torch.autograd.grad(o.square().sum(), [*qkv, bias])))
+        for mine, its_own in zip(*found):
+            torch.testing.assert_close(mine, its_own)
+
     def test_operators_are_what_torch_expects(self):
         q, k, v, sinks = self.inputs()
         state, slopes = torch.tensor([SEED, OFFSET]), torch.tensor(self.SLOPES)
