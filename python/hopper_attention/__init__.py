@@ -192,8 +192,7 @@ def attention(
                 raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
-            attend = (_modified.attend, modifiers) if modifiers.any() else None
-            return _varlen.nested(q, k, v, return_lse, scale=scale, attend=attend, **more, **mask)
+            return _varlen.nested(q, k, v, return_lse, scale=scale, attend=modifiers.attend(), **more, **mask)
         numbers = (causal, window, top_left, scale, return_lse, sm_margin)
         if modifiers.any():
             return _modified.attention_modified(q, k, v, s_aux, *numbers, softcap, modifiers)
@@ -376,7 +375,7 @@ def attention_varlen(
             sm_margin,
             s_aux,
             softcap,
-            (_modified.attend, modifiers) if modifiers.any() else None,
+            modifiers.attend(),
         )
     if deterministic:
         raise TypeError("deterministic: for torch tensors; of arrays it is an option of attention_varlen_backward")

@@ -22,4 +22,9 @@ def state_of(dropout_state: Any, generator: Any, device: torch.device) -> torch.
     return dropout_state.to(device).contiguous()
 
 
-__all__ = ["state_of"]
+def words_of(state: torch.Tensor) -> torch.Tensor:
+    """The four words of a state, as the library reads them. They are the memory of the two numbers."""
+    return state.view(torch.int32)
+
+
+__all__ = ["state_of", "words_of"]

@@ -17,11 +17,11 @@ import torch
 from . import abi
 from ._additive import bias_of
 from ._blocks import lists_for
-from ._dropout import state_of
-from ._plans import Window, dropout_of, softcap_of
+from ._dropout import state_of, words_of
+from ._plans import Window, dropout_of
 from ._sinks import operand
-from ._torch import _autocast, _check, _library, _NUMBERS, _numbers_of, call, is_recorded
-from ._varlen import _ARGUMENTS, _empty, _gradients_of, _Run
+from ._torch import _library, call, is_recorded
+from ._varlen import _ARGUMENTS, _empty, _gradients_of, _Run, dense_arguments
 
 
 class Beside(NamedTuple):
@@ -42,8 +42,7 @@ class Beside(NamedTuple):
         """What is given, by the library's names."""
         given = {name: t for name, t in self._asdict().items() if t is not None}
         if self.dropout_state is not None:
-            # The library reads four words. They are the memory of the two numbers.
-            given["dropout_state"] = self.dropout_state.view(torch.int32)
+            given["dropout_state"] = words_of(self.dropout_state)
         return given
 
 
@@ -68,6 +67,10 @@ class Modifiers(NamedTuple):
             or self.return_max_logits
             or bool(dropout_of(*self.dropout))
         )
+
+    def attend(self) -> Optional[tuple]:
+        """What `attention_varlen` takes as its `attend`."""
+        return (attend, self) if self.any() else None
 
 
 def slopes_of(alibi_slopes: Any, device: torch.device) -> Optional[torch.Tensor]:
@@ -101,9 +104,7 @@ def attention_modified(
     modifiers: Modifiers,
 ) -> Any:
     """attention() with any of `modifiers`. A floating-point attn_mask is the bias."""
-    _check(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
+    q, k, v, rest = dense_arguments(q, k, v, causal, window, top_left, scale, sm_margin, softcap)
     bias, attn_mask, name = modifiers.bias, modifiers.attn_mask, "bias"
     if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
         if bias is not None:
@@ -112,7 +113,6 @@ def attention_modified(
     beside = Beside(bias=None if bias is None else bias_of(bias, q, k, name))
     if modifiers.block_mask is not None or attn_mask is not None:
         beside = beside._replace(**lists_for(modifiers.block_mask, attn_mask, q, k).named())
-    rest = (None, None, None, None, 0, 0, False, False, *numbers, softcap_of(softcap))
     return attend(q, k, v, s_aux, rest, return_lse, modifiers, beside)
 
 
@@ -127,15 +127,14 @@ def attend(
     beside: Beside = Beside(),
 ) -> Any:
     """Calls the operator. `rest` are its arguments from the offsets to the softcap."""
-    probability, *state = modifiers.dropout
-    drops = dropout_of(*modifiers.dropout)
+    probability, (_, *state) = dropout_of(*modifiers.dropout), modifiers.dropout
     beside = beside._replace(
         sinks=None if s_aux is None else operand(s_aux, q.device),
         alibi_slopes=slopes_of(modifiers.alibi_slopes, q.device),
-        dropout_state=state_of(*state, q.device) if drops else None,
+        dropout_state=state_of(*state, q.device) if probability else None,
     )
     recorded = is_recorded(*(t for t in (q, k, v, beside.sinks, beside.bias) if t is not None))
-    numbers = (*rest, float(probability) if drops else 0.0)
+    numbers = (*rest, probability)
     if recorded and q.is_cuda and not torch.compiler.is_compiling():
         _Run(numbers).check_gradients(q, k, v, beside.named())
     forward = torch.ops.hopper_attention.modified_forward.default

@@ -14,10 +14,10 @@ from typing import Any, Optional
 import torch
 
 from . import abi
-from ._dropout import state_of
+from ._dropout import state_of, words_of
 from ._plans import FULL, Mask, scale_of
 from ._torch import backward_into, check_gradients, forward_into, is_recorded, readable
-from ._varlen import _Run
+from ._varlen import _Run, without_lengths
 
 NAME = "hopper_attention"
 
@@ -46,7 +46,7 @@ def _check(debug_mask: bool = False, **others: Any) -> None:
 
 def _with_dropout(numbers: tuple, dropout: float, deterministic: bool = False) -> _Run:
     """A pass with dropout, without offsets, lengths and hints."""
-    return _Run((None, None, None, None, 0, 0, False, deterministic, *numbers, 0, 0.0, dropout))
+    return _Run((*without_lengths((*numbers, 0), 0.0, deterministic), dropout))
 
 
 def _run_forward(
@@ -57,7 +57,7 @@ def _run_forward(
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     into = o if readable(o) is o else torch.empty(o.shape, dtype=o.dtype, device=o.device)
     if dropout:
-        tensors = {"q": q, "k": k, "v": v, "o": into, "lse": lse, "dropout_state": _words(state)}
+        tensors = {"q": q, "k": k, "v": v, "o": into, "lse": lse, "dropout_state": words_of(state)}
         _with_dropout(numbers, dropout)(abi.ForwardArgs, tensors)
     else:
         forward_into(q, k, v, into, lse, numbers)
@@ -73,7 +73,7 @@ def _run_backward(
     into = [d if readable(d) is d else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in gradients]
     deterministic = torch.are_deterministic_algorithms_enabled()
     if dropout:
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": readable(lse), "d_o": d_o, "dropout_state": _words(state)}
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": readable(lse), "d_o": d_o, "dropout_state": words_of(state)}
         tensors.update(zip(("d_q", "d_k", "d_v"), into))
         wanted = {"d_lse": 0, "deterministic": int(deterministic), "d_sinks": 0, "d_bias": 0}
         _with_dropout(numbers, dropout, deterministic)(abi.BackwardArgs, tensors, **wanted)
@@ -91,11 +91,6 @@ def _state(dropout: float, device: torch.device) -> torch.Tensor:
     return state_of(None, None, device).view(torch.uint64)
 
 
-def _words(state: torch.Tensor) -> torch.Tensor:
-    """The four words that the library reads. They are the memory of the two numbers."""
-    return state.view(torch.int32)
-
-
 def _unused(q: torch.Tensor) -> tuple:
     """Outputs of torch's own kernel that nobody reads: a part of the random numbers, and the mask of a debug run."""
     return torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty((0,))
@@ -104,7 +99,7 @@ def _unused(q: torch.Tensor) -> tuple:
 def _check_gradients(q: Any, k: Any, v: Any, numbers: tuple, dropout: float, state: torch.Tensor) -> None:
     """Refuses, in the forward pass, what has no backward pass on the device."""
     if dropout and q.is_cuda:
-        _with_dropout(numbers, dropout).check_gradients(q, k, v, {"dropout_state": _words(state)})
+        _with_dropout(numbers, dropout).check_gradients(q, k, v, {"dropout_state": words_of(state)})
     elif not dropout:
         check_gradients(q, k, v, numbers)
 

@@ -20,7 +20,7 @@ from . import _dense_masks
 from ._plans import Chunked
 from ._torch import attention, readable
 from ._sinks import attention_sinks
-from ._modified import Modifiers, attend, attention_modified
+from ._modified import Modifiers, attention_modified
 from ._varlen import attention_capped, attention_varlen, readable_rows
 
 OLDEST = (5, 17)
@@ -458,7 +458,7 @@ def _band(
     if packing is None:
         q, k, v = map(readable, (q, k, v))
         numbers = (mask.get("causal", False), mask.get("window"), False, scaling, False, 0)
-        if dropout:
+        if modifiers.any():
             return attention_modified(q, k, v, s_aux, *numbers, softcap, modifiers)
         if softcap:
             return attention_capped(q, k, v, s_aux, *numbers, softcap)
@@ -467,8 +467,8 @@ def _band(
         return attention(q, k, v, scale=scaling, **mask)
     # The rows of a projection follow each other already. Those of a cache are copied.
     rows = (readable_rows(t.reshape(-1, *t.shape[2:])) for t in (q, k, v))
-    own = (attend, modifiers) if dropout else None
-    o = attention_varlen(*rows, scale=scaling, s_aux=s_aux, softcap=softcap, attend=own, **mask, **packing)
+    numbers = {"scale": scaling, "softcap": softcap, **mask, **packing}
+    o = attention_varlen(*rows, s_aux=s_aux, attend=modifiers.attend(), **numbers)
     return o.view(*q.shape[:3], o.shape[-1])
 
 

@@ -77,6 +77,28 @@ def arguments(
     return q, k, v, (*here.values(), *hints, bool(deterministic), *numbers, softcap_of(softcap))
 
 
+def without_lengths(numbers: tuple, softcap: float, deterministic: bool = False) -> tuple:
+    """The arguments of an operator on dense tensors after q, k and v. `numbers` are those of `_numbers_of`."""
+    return (None, None, None, None, 0, 0, False, deterministic, *numbers, softcap)
+
+
+def dense_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: Window,
+    top_left: bool,
+    scale: Optional[float],
+    sm_margin: int,
+    softcap: Optional[float],
+) -> tuple:
+    """As `arguments`, of dense tensors."""
+    _check(q, k, v)
+    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
+    return *_autocast(q, k, v), without_lengths(numbers, softcap_of(softcap))
+
+
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -99,7 +121,10 @@ def attention_varlen(
     softcap: Optional[float] = None,
     attend: Optional[tuple] = None,
 ) -> Any:
-    """See hopper_attention.attention_varlen. `attend`: the function that computes it in place of `_plain`, and its last arguments."""
+    """See hopper_attention.attention_varlen.
+
+    `attend`: the function that computes it in place of `_plain`, and its last arguments.
+    """
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     q, k, v, rest = arguments(q, k, v, lists, *mask, scale, longest, deterministic, fill_gaps, sm_margin, softcap)
@@ -139,10 +164,7 @@ def attention_capped(
     softcap: Optional[float],
 ) -> Any:
     """attention() with a softcap, and maybe sinks. Its operators are those of packed sequences, without offsets."""
-    _check(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
-    rest = (None, None, None, None, 0, 0, False, False, *numbers, softcap_of(softcap))
+    q, k, v, rest = dense_arguments(q, k, v, causal, window, top_left, scale, sm_margin, softcap)
     return _plain(q, k, v, s_aux, rest, return_lse)
 
 
@@ -443,4 +465,12 @@ torch.library.register_autograd("hopper_attention::varlen_backward", _second, li
 torch.library.register_autograd("hopper_attention::sinks_backward", _second, lib=_library)
 
 
-__all__ = ["arguments", "attention_capped", "attention_varlen", "nested", "readable_rows"]
+__all__ = [
+    "arguments",
+    "attention_capped",
+    "attention_varlen",
+    "dense_arguments",
+    "nested",
+    "readable_rows",
+    "without_lengths",
+]

@@ -1,5 +1,8 @@
 //! Values and gradients of random tensors, beside candle's own operations.
 
+use std::ops::Range;
+
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use hopper_attention_candle::{Mask, Options, attention};
 use rand::rngs::StdRng;
@@ -7,6 +10,32 @@ use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
 
 use crate::{Attend, difference, own};
+
+/// Gradients of one graph that several threads compute, for the losses that are `factors` times `loss`, whose gradients `want` has.
+///
+/// # Errors
+/// candle's own.
+///
+/// # Panics
+/// A gradient is missing, or is another one.
+pub fn on_several_threads(loss: &Tensor, want: &GradStore, vars: &[&Var], factors: Range<u8>) -> Result<()> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = factors
+            .map(|factor| {
+                scope.spawn(move || {
+                    let got = (loss * f64::from(factor))?.backward()?;
+                    for var in vars {
+                        let want = (want.get(var).expect("a gradient") * f64::from(factor))?;
+                        let (difference, largest) = difference(got.get(var).expect("a gradient"), &want)?;
+                        assert!(difference <= 1e-5 * largest, "{factor}: {difference}");
+                    }
+                    Ok::<_, candle_core::Error>(())
+                })
+            })
+            .collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+    })
+}
 
 /// One problem.
 #[derive(Clone, Copy, Debug)]

@@ -9,7 +9,7 @@ use hopper_attention_candle::{
     BlockLists, Dropout, Mask, Modifiers, Options, attention, attention_with, attention_with_alibi,
     attention_with_bias, attention_with_blocks, attention_with_sinks, cause,
 };
-use hopper_attention_integration_tests::difference;
+use hopper_attention_integration_tests::{difference, gradients::on_several_threads};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::StandardNormal;
@@ -333,23 +333,7 @@ fn any_of_the_inputs_may_want_a_gradient() -> Result<()> {
             }
         }
         assert!(!loss([false; 5])?.track_op());
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (1..4)
-                .map(|factor| {
-                    let (all, want, vars) = (&all, &want, &vars[..count]);
-                    scope.spawn(move || {
-                        let got = (all * f64::from(factor))?.backward()?;
-                        for var in vars {
-                            let want = (want.get(var).expect("a gradient") * f64::from(factor))?;
-                            let (difference, largest) = difference(got.get(var).expect("a gradient"), &want)?;
-                            assert!(difference <= 1e-5 * largest, "{factor}: {difference}");
-                        }
-                        Ok::<_, candle_core::Error>(())
-                    })
-                })
-                .collect();
-            threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
-        })?;
+        on_several_threads(&all, &want, &vars[..count].iter().collect::<Vec<_>>(), 1..4)?;
     }
     Ok(())
 }

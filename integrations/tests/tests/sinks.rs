@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_flash_attn::{flash_attn_sinks, flash_attn_sinks_varlen};
 use hopper_attention_candle::hopper_attention::Error;
 use hopper_attention_candle::{Mask, Options, attention, attention_varlen_with_sinks, attention_with_sinks, cause};
+use hopper_attention_integration_tests::gradients::on_several_threads;
 use hopper_attention_integration_tests::sinks::{Kind, run, run_with};
 use hopper_attention_integration_tests::{difference, own};
 
@@ -75,24 +76,7 @@ fn any_of_the_inputs_may_want_a_gradient() -> Result<()> {
         }
     }
     assert!(!loss([false; 4])?.track_op());
-    // One graph, whose gradients several threads compute, for other losses.
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (1..5)
-            .map(|factor| {
-                let (all, want) = (&all, &want);
-                scope.spawn(move || {
-                    let got = (all * f64::from(factor))?.backward()?;
-                    for var in vars {
-                        let want = (want.get(var).expect("a gradient") * f64::from(factor))?;
-                        let (difference, largest) = difference(got.get(var).expect("a gradient"), &want)?;
-                        assert!(difference <= 1e-5 * largest, "{factor}: {difference}");
-                    }
-                    Ok::<_, candle_core::Error>(())
-                })
-            })
-            .collect();
-        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
-    })
+    on_several_threads(&all, &want, &vars, 1..5)
 }
 
 #[test]
