@@ -92,8 +92,8 @@ mod ffi {
         F16 = 1,
     }
 
-    /// Which problems a row computes: those without modifiers of the scores (`softcap`, `alibi`, `max_logits` and
-    /// `dropout` of `FwdParams`, which see or change single scores or weights), or those with one or more.
+    /// Which problems a row computes: those without modifiers of the scores (`softcap`, `alibi`, `bias`, `max_logits`
+    /// and `dropout` of `FwdParams`, which see or change single scores or weights), or those with one or more.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     #[repr(u8)]
     enum Modifiers {
@@ -382,6 +382,12 @@ mod ffi {
         blocks: BlockLists,
         /// Dropout of the weights. Packed sequences are batch entries. The row's `modifiers` allow it, and it is of sm90.
         dropout: Dropout,
+        /// Additive bias `[batch, heads_q, seqlen_q, seqlen_kv]`, read (`kernels/common/bias.hpp`): it is added to the scores
+        /// after the cap, in natural units. The keys of a query lie side by side. Strides are 0 where a dimension is shared.
+        /// Not with `sequences`. May be absent. The row `adds_bias`.
+        bias: TensorDesc,
+        /// Element type of `bias`: F32, BF16 or F16. Not read where it is absent.
+        bias_dtype: DType,
     }
 
     /// One backward launch. Fields that are named as in `FwdParams` have the same meaning and range.
@@ -502,6 +508,12 @@ mod ffi {
         blocks: BlockLists,
         /// Dropout of the weights, as there.
         dropout: Dropout,
+        /// Additive bias, as there.
+        bias: TensorDesc,
+        /// Element type of `bias`, as there.
+        bias_dtype: DType,
+        /// Gradient of the bias, of its shape and type, written (`kernels/sm90/bwd/d_bias.hpp`). May be absent.
+        d_bias: TensorDesc,
     }
 
     /// One tensor `[batch, seqlen, heads, head_dim]` that is quantised to e4m3. A tensor that is not quantised is all zeros.
@@ -608,6 +620,8 @@ mod ffi {
         drops: bool,
         /// The same beside sequences of lengths that the device knows.
         drops_packed: bool,
+        /// Whether it adds a bias (`FwdParams::bias`).
+        adds_bias: bool,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.

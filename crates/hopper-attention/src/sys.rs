@@ -75,6 +75,11 @@ pub(crate) fn sinks_dtype(problem: &ForwardProblem) -> ffi::DType {
     problem.sinks().and_then(to_dtype).unwrap_or(ffi::DType::F32)
 }
 
+/// The element type of a problem's additive bias, as the kernels know it. Any where there is none.
+pub(crate) fn bias_dtype(problem: &ForwardProblem) -> ffi::DType {
+    problem.bias().and_then(|bias| to_dtype(bias.dtype())).unwrap_or(ffi::DType::F32)
+}
+
 /// The type in which a kernel sums scores. `None` for a value that this crate does not know.
 pub(crate) fn scores(scores: ffi::Scores) -> Option<DType> {
     match scores {

@@ -34,6 +34,7 @@ pub struct KernelInfo {
     pub(crate) packs: bool,
     /// Whether the kernel takes dropout: of whole tensors, and where the device knows the lengths of sequences.
     pub(crate) drops: [bool; 2],
+    pub(crate) adds_bias: bool,
     pub(crate) modifiers: Modifiers,
 }
 
@@ -126,8 +127,14 @@ impl KernelInfo {
         self.drops[usize::from(packed)]
     }
 
+    /// Whether it takes an additive [`bias`](crate::ForwardProblemBuilder::bias).
+    pub fn adds_bias(&self) -> bool {
+        self.adds_bias
+    }
+
     /// Whether the kernel takes *modified* problems: those with a [`softcap`](crate::ForwardProblemBuilder::softcap) or
-    /// [`alibi`](crate::ForwardProblemBuilder::alibi), or with [`max_logits`](crate::ForwardProblemBuilder::max_logits).
+    /// [`alibi`](crate::ForwardProblemBuilder::alibi), a [`bias`](crate::ForwardProblemBuilder::bias) or
+    /// [`dropout`](crate::ForwardProblemBuilder::dropout), or with [`max_logits`](crate::ForwardProblemBuilder::max_logits).
     pub fn takes_modifiers(&self) -> bool {
         self.modifiers != Modifiers::Never
     }
@@ -179,6 +186,7 @@ impl KernelInfo {
             most_shares: count(info.most_shares)?,
             packs: info.packs,
             drops: [info.drops, info.drops_packed],
+            adds_bias: info.adds_bias,
             modifiers: sys::modifiers(info.modifiers)?,
         })
     }
@@ -318,6 +326,7 @@ pub(crate) mod tests {
         most_shares: 1,
         packs: false,
         drops: [false; 2],
+        adds_bias: false,
         modifiers: Modifiers::Either,
     };
 

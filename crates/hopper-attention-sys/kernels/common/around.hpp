@@ -4,7 +4,8 @@
 //   what the backward kernel begins with: the progress of blocks, the list of tiles, the counter, and zeros where sums
 //   need them.
 // - After: bwd_convert (convert.hpp) converts the f32 sums of dQ to dQ, and those of dK and dV where tiles have shares.
-// - Last: bwd_sinks (sinks_bwd.hpp) makes the gradient of the sinks, where it is wanted.
+// - Last: bwd_sinks (sinks_bwd.hpp) makes the gradient of the sinks, where it is wanted, and d_bias_kernel
+//   (sm90/bwd/d_bias.hpp) that of an additive bias.
 //
 // Both depend on fewer columns of the list than the backward kernel does. So rows share them. They are compiled in a
 // translation unit of their own, which defines the functions declared here (HATTN_INSTANTIATE_*). The unit of a row
@@ -33,6 +34,13 @@ struct BwdStatistics {
 // bwd_convert of `Traits::Unmasked`: it does not depend on the mask.
 template <class Traits>
 struct BwdConvert {
+  static Status load() noexcept;
+  static void launch(BwdParams const& params, cudaStream_t stream) noexcept;
+};
+
+// The gradient of an additive bias of `Traits::Unmasked`, where it is wanted. Without queries, too: then it is 0.
+template <class Traits>
+struct BwdBiasGradient {
   static Status load() noexcept;
   static void launch(BwdParams const& params, cudaStream_t stream) noexcept;
 };

@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "common/alibi.hpp"
+#include "common/bias.hpp"
 #include "common/dropout.hpp"
 #include "common/element.hpp"
 #include "common/mask.hpp"
@@ -75,7 +76,8 @@ inline constexpr bool kLooksForInfinity = Traits::kDType == DType::BF16 &&
 
 // Whether a kernel looks at its O.
 template <class Traits>
-inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> || Traits::kDrops;
+inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> ||
+                                       Traits::kDrops || Traits::kAddsBias;
 
 // Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
 // products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
@@ -198,10 +200,11 @@ CUTE_DEVICE bool lacks_nan(float2 const& has, float2 const& other) {
 }
 
 // What a head's O is computed of, where operands have 16 bits. (FP8: sm90/fp8/leak.hpp.)
-template <class E, Modifiers kModifiers, bool kMayDrop = false>
+template <class E, Modifiers kModifiers, bool kMayDrop = false, bool kMayHide = false>
 struct PlainOperands {
   using Element = E;
   static constexpr bool kDrops = kMayDrop;  // whether there may be dropout
+  static constexpr bool kHides = kMayHide;  // whether there may be a bias, which hides keys
   HeadRows<Element> q;
   HeadRows<Element> k;
   HeadRows<Element> v;
@@ -214,6 +217,8 @@ struct PlainOperands {
   int diagonal;  // of the sequence
   Dropout dropout;
   int head;  // of all batch entries
+  BiasOfHead bias;  // of address 0: none
+  float bias_unit;
 
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
     int const kv_head = head / (params.heads_q / params.heads_kv);
@@ -228,7 +233,9 @@ struct PlainOperands {
             kModifiers == Modifiers::Never ? 0.0F : alibi_slope_or_zero(params, batch, head, forward_factor(params)),
             params.diagonal_offset,
             params.dropout,
-            batch * params.heads_q + head};
+            batch * params.heads_q + head,
+            kHides && hattn::has_bias(params) ? BiasOfHead::of(params, batch, head) : BiasOfHead{0, 0, DType::F32},
+            kHides ? bias_unit_of(params, forward_factor(params)) : 0.0F};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);
@@ -247,9 +254,16 @@ struct PlainOperands {
       return product * scale_log2;
     } else {
       float const kept = inner == 0.0F ? product : capped(product, inner);
-      return with_alibi(kept, slope, query + diagonal - key) * scale_log2;
+      float score = with_alibi(kept, slope, query + diagonal - key);
+      if (has_bias()) {
+        score = with_bias(score, bias.one(query, key), bias_unit, -INFINITY);
+      }
+      return score * scale_log2;
     }
   }
+  CUTE_DEVICE bool has_bias() const { return kHides && bias.address != 0; }
+  // Whether a bias of -inf hides a key from a query.
+  CUTE_DEVICE bool hides(int query, int key) const { return has_bias() && bias.one(query, key) == -INFINITY; }
   CUTE_DEVICE bool has_dropout() const { return kDrops && dropout.dropped != 0; }
   CUTE_DEVICE bool drops(int query, int key) const {
     return has_dropout() && DropoutOfHead::of(dropout, head).drops(query, key, dropout.dropped);
@@ -307,7 +321,7 @@ struct SoundRows {
 };
 
 template <class Traits>
-using OperandsOf = PlainOperands<typename Traits::Element, Traits::kModifiers, Traits::kDrops>;
+using OperandsOf = PlainOperands<typename Traits::Element, Traits::kModifiers, Traits::kDrops, Traits::kAddsBias>;
 
 template <class Traits, class Operands = OperandsOf<Traits>>
 struct Leaks {
@@ -343,7 +357,7 @@ struct Leaks {
   template <class Words>
   CUTE_DEVICE static bool is_by_right(Operands const& operands, Band const& band, int first_row, SoundRows const& sound,
                                       Words const& words, int lane) {
-    if (Operands::kDrops && operands.has_dropout()) {
+    if ((Operands::kDrops && operands.has_dropout()) || (Operands::kHides && operands.has_bias())) {
       return false;  // rows do not keep the same keys
     }
     unsigned open = 0;  // which of this lane's columns
@@ -438,6 +452,9 @@ struct Leaks {
     if constexpr (Operands::kDrops) {
       garbage = garbage || operands.has_dropout();
     }
+    if constexpr (Operands::kHides) {
+      garbage = garbage || operands.has_bias();
+    }
     if constexpr (kMask == MaskClass::Window) {
       garbage = garbage || has_garbage(operands, cute::max(visits.begin, 0) * Traits::kTileN,
                                        cute::min(visited_end, band.first_key<kMask>(last_row)), lane);
@@ -505,7 +522,10 @@ struct Leaks {
         unsigned kept[kRows];
         CUTE_UNROLL
         for (int r = 0; r < kRows; ++r) {
-          bool const keeps = key >= first_key[r] && key < keys_end[r];
+          bool keeps = key >= first_key[r] && key < keys_end[r];
+          if constexpr (Operands::kHides) {
+            keeps = keeps && !operands.hides(row[r], key);
+          }
           if constexpr (Operands::kDrops) {
             kept[r] = __ballot_sync(kAll, keeps && !operands.drops(row[r], key));
           } else {

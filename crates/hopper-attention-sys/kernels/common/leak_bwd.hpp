@@ -23,6 +23,7 @@
 #include <cute/config.hpp>
 
 #include "common/alibi.hpp"
+#include "common/bias.hpp"
 #include "common/blocks.hpp"
 #include "common/dropout.hpp"
 #include "common/leak.hpp"
@@ -67,6 +68,8 @@ struct RepairGradients {
   using Statistics = typename Traits::Statistics;
   static constexpr unsigned kAll = 0xffffffffU;
   static constexpr int kPairs = LanePairs<Traits::kHeadDimQK>::kCount;
+  // Whether there may be a bias, which hides pairs. (sm80 and packed kernels have none.)
+  static constexpr bool kHides = Traits::kArch == Arch::Sm90 && !Traits::kIsPacked;
   static_assert(Traits::kHeadDimVO == Traits::kHeadDimQK, "a lane has as many columns of dV as of dK");
   using Sums = float2[kPairs];
   struct Weights {
@@ -139,7 +142,7 @@ struct RepairGradients {
     return cute::min(seqlen_kv(), band().template last_key<kAnyMask>(query) + 1);
   }
   CUTE_DEVICE int first_query(int key) const { return band().template first_query<kAnyMask>(key); }
-  // Whether the lists keep a pair that the band keeps.
+  // Whether the lists, or the bias, keep a pair that the band keeps.
   CUTE_DEVICE bool lists(int head, int query, int key) const {
     if constexpr (Traits::kMask == MaskClass::Blocks) {
       int const row = row_of_lists(params.blocks, batch, head, query / kListedBlock);
@@ -151,21 +154,23 @@ struct RepairGradients {
                                  static_cast<std::int64_t>(entry.place()) * kBytesBits + query % kListedBlock * 16 +
                                  key % kListedBlock / 32 * 4;
       return (*reinterpret_cast<std::uint32_t const*>(bits) >> key % 32 & 1) != 0;
+    } else if constexpr (kHides) {
+      return !has_bias(params) || BiasOfHead::of(params, batch, head).one(query, key) != -INFINITY;
     } else {
       return true;
     }
   }
   // Whether they keep any key of a query, from `begin` on. The whole warp looks.
   CUTE_DEVICE bool list_any(int head, int query, int begin, int end) const {
-    if constexpr (Traits::kMask == MaskClass::Blocks) {
+    if (Traits::kMask == MaskClass::Blocks || (kHides && has_bias(params))) {
       bool found = false;
+      CUTE_NO_UNROLL
       for (int key = begin + lane; key - lane < end && !found; key += 32) {
         found = __any_sync(kAll, key < end && lists(head, query, key));
       }
       return found;
-    } else {
-      return begin < end;
     }
+    return begin < end;
   }
   CUTE_DEVICE int queries_end(int key) const { return cute::min(seqlen_q(), band().last_query(key) + 1); }
 
@@ -297,6 +302,12 @@ struct RepairGradients {
     }
     if (has_alibi(params)) {
       s = with_alibi(s, alibi_slope(params.alibi, batch, head, backward_factor(params)), query + diagonal() - key);
+    }
+    if constexpr (kHides) {
+      if (has_bias(params)) {
+        float const bias = BiasOfHead::of(params, batch, head).one(query, key);
+        s = with_bias(s, bias, bias_unit_of(params, backward_factor(params)), -INFINITY);
+      }
     }
     float const p = of_query.weight(s, backward_factor(params), has_modifiers(params));
     bool const dropped = drops(head, query, key);

@@ -55,7 +55,15 @@ struct RowTraits {
   static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
   static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
   static constexpr Modifiers kModifiers = Modifiers::Never;
-  static constexpr bool kDrops = false;  // whether it takes dropout
+  static constexpr bool kDrops = false;     // whether it takes dropout
+  static constexpr bool kBiases = false;    // whether the row takes an additive bias
+  static constexpr bool kAddsBias = false;  // whether these are the traits of a kernel that does
+};
+
+// Of a row's kernel for problems with an additive bias.
+template <class Traits>
+struct BiasTraits : Traits {
+  static constexpr bool kAddsBias = true;
 };
 
 // A row's description, from its traits.
@@ -77,6 +85,7 @@ constexpr RowInfo row_info() noexcept {
   info.packs = Traits::kPacks;
   info.modifiers = Traits::kModifiers;
   info.drops = Traits::kDrops;
+  info.adds_bias = Traits::kBiases;
   if constexpr (Traits::kPacks && Traits::kDrops) {
     info.drops_packed = Traits::Packed::kDrops;
   }

@@ -9,6 +9,7 @@
 
 #include <cute/numeric/math.hpp>
 
+#include "common/bias.hpp"
 #include "common/mask.hpp"
 #include "common/sequences.hpp"
 #include "common/softcap.hpp"
@@ -32,6 +33,7 @@ struct FwdScalars {
   float scale_log2;   // forward_factor
   MaskEdges edges;
   Softcap softcap;
+  float bias_unit;  // bias.hpp
 };
 
 // Of a forward whose sequences have lengths that the device knows (sequences.hpp).
@@ -74,6 +76,7 @@ struct BwdScalars {
   int listed;              // entries of that list
   MaskEdges edges;
   Softcap softcap;
+  float bias_unit;  // bias.hpp
 };
 
 // What scores are multiplied by, to be in powers of two. Arithmetic flushes numbers below 2^-126 to 0, which would make
@@ -83,9 +86,13 @@ CUTE_HOST_DEVICE float exponent_factor(float softmax_scale) {
   return cute::min(cute::max(softmax_scale * kLog2E, 0x1p-126F), 0x1.fffffep127F);
 }
 
+// The softmax scale where something is divided by it (the LSE in the backward, a bias): no float that a problem may have makes the quotient overflow.
+CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
+
 // What the forward multiplies a score by: a product q k, or what a cap makes of it.
 CUTE_HOST_DEVICE float forward_factor(FwdParams const& params) {
-  return exponent_factor(params.softcap == 0.0F ? params.softmax_scale : params.softcap);
+  float const scale = has_bias(params) ? exponent_scale(params.softmax_scale) : params.softmax_scale;
+  return exponent_factor(params.softcap == 0.0F ? scale : params.softcap);
 }
 
 // Of a gradient, at its end. This product alone takes a scale below 2^-126 as it is: the sum may be large.
@@ -95,9 +102,6 @@ CUTE_DEVICE float scaled(float sum, float softmax_scale) {
   return product;
 }
 
-// The softmax scale where the backward divides by it: no float that a problem may have makes the quotient overflow.
-CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
-
 // What the backward multiplies a score by, to be in powers of two: a product q k, or what a cap makes of it.
 CUTE_HOST_DEVICE float backward_factor(BwdParams const& params) {
   return exponent_factor(params.softcap == 0.0F ? exponent_scale(params.softmax_scale) : params.softcap);
@@ -106,7 +110,7 @@ CUTE_HOST_DEVICE float backward_factor(BwdParams const& params) {
 // Whether a backward has modified scores. Statistics of queries then have another form (Statistics in
 // sm90/bwd/traits.hpp).
 CUTE_HOST_DEVICE bool has_modifiers(BwdParams const& params) {
-  return params.softcap != 0.0F || params.alibi.address != 0 || params.dropout.dropped != 0;
+  return params.softcap != 0.0F || params.alibi.address != 0 || params.dropout.dropped != 0 || has_bias(params);
 }
 
 // Rows from a batch entry to the next. (Where lengths are the device's, it is a whole number: Rust has checked it.)
@@ -144,6 +148,7 @@ inline FwdScalars fwd_scalars(FwdParams const& params) noexcept {
   scalars.lse = reinterpret_cast<float*>(params.lse.address);
   scalars.softcap = Softcap::of(params.softmax_scale, params.softcap);
   scalars.scale_log2 = forward_factor(params);
+  scalars.bias_unit = bias_unit_of(params, scalars.scale_log2);
   return scalars;
 }
 
@@ -176,6 +181,7 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   scalars.head_dim_vo = params.head_dim_vo;
   scalars.softmax_scale = params.softmax_scale;
   scalars.scale_log2 = backward_factor(params);
+  scalars.bias_unit = bias_unit_of(params, scalars.scale_log2);
   scalars.softcap = Softcap::of(params.softmax_scale, params.softcap);
   scalars.key_sums = reinterpret_cast<float*>(params.key_sums);
   scalars.share_list = reinterpret_cast<void const*>(params.share_list);

@@ -148,5 +148,8 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         alibi: operand(Slot::AlibiSlopes),
         blocks: blocks(args, choice.lists.as_ref(), parts.lists)?,
         dropout: dropout(problem.forward(), args),
+        bias: operand(Slot::Bias),
+        bias_dtype: sys::bias_dtype(problem.forward()),
+        d_bias: operand(Slot::DBias),
     })
 }

@@ -176,5 +176,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         max_logits: operand(Slot::MaxLogits),
         blocks: blocks(args, choice.lists.as_ref(), parts.lists)?,
         dropout: dropout(problem, args),
+        bias: operand(Slot::Bias),
+        bias_dtype: sys::bias_dtype(problem),
     })
 }

@@ -268,7 +268,8 @@ fn select_cut(
             sums: key_sums_bytes(&kernel),
             most_bytes: shares::MOST_BYTES.max(heads_q * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>()),
             ordered: turns,
-            most_in_cluster: kernel.most_shares,
+            // The kernel that adds a bias has no clusters.
+            most_in_cluster: if problem.forward().bias().is_some() { 1 } else { kernel.most_shares },
         };
         forced.filter(|cut| !(turns && (cut.in_cluster || cut.last.is_some()))).unwrap_or_else(|| work.cut())
     } else {
@@ -410,6 +411,7 @@ impl BackwardProblem {
         shares: usize,
         in_cluster: bool,
     ) -> Result<BackwardPlan> {
+        let in_cluster = in_cluster && self.forward().bias().is_none();
         let most = if in_cluster { row.most_shares.max(1) } else { shares::MOST };
         let shares = shares.clamp(1, most);
         self.plan_cut(device, row, Cut::all(shares, in_cluster && shares > 1))

@@ -34,6 +34,7 @@ fn rows() -> Vec<KernelInfo> {
                 most_shares: 1,
                 packs: false,
                 drops: [false; 2],
+                adds_bias: false,
                 modifiers: Modifiers::Never,
             });
         }
@@ -59,7 +60,7 @@ fn rows_for_capped_scores_are_for_them_alone() {
     let refused = |cap, rows: &[KernelInfo]| select_backward(&problem(cap), &H100, rows).unwrap_err().to_string();
     let text = "unsupported: softcap 50 with backward sm90 kernels for bf16; nearest: no softcap, or Device::cpu()";
     assert_eq!(refused(50.0, &rows()), text);
-    let text = "unsupported: backward sm90 kernels for bf16 without softcap, alibi, max_logits and dropout; nearest: with one of them";
+    let text = "unsupported: backward sm90 kernels for bf16 without softcap, alibi, bias, max_logits and dropout; nearest: with one of them";
     assert_eq!(refused(0.0, &both[6..]), text);
     let forward = ForwardProblem::builder(DType::BF16, DIMS).bias(Some(crate::problem::Bias::new(DType::F16)));
     let biased = BackwardProblem::builder(&forward.build().unwrap()).d_bias(true).build().unwrap();

@@ -54,15 +54,14 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 /// 2. instruction set: the one that the problem asks for, or else the newest of those left;
 /// 3. element type of Q, K and V;
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
-/// 5. an additive bias: no kernel has it yet;
-/// 6. what is done to scores or weights or read of them (softcap, ALiBi, the maximum logit, dropout): the kernel takes such
-///    problems, or problems without any of it;
-/// 7. softcap and ALiBi together: the kernel is not of the sm80 backward;
-/// 8. scores in f16: only if the problem allows them;
-/// 9. mask class;
-/// 10. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
-/// 11. dropout: the kernel takes it;
-/// 12. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 5. what is done to scores or weights or read of them (softcap, ALiBi, a bias, the maximum logit, dropout): the kernel takes
+///    such problems, or problems without any of it;
+/// 6. softcap together with ALiBi or a bias: the kernel is not of the sm80 backward, and with a bias of no backward;
+/// 7. scores in f16: only if the problem allows them;
+/// 8. mask class;
+/// 9. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
+/// 10. dropout, and a bias: the kernel takes it;
+/// 11. shared memory: the GPU gives a CTA as much as the kernel asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
@@ -118,11 +117,6 @@ pub(super) fn fitting<'a>(
             (wanted, "Device::cpu(), or one problem for each length".into())
         },
     )?;
-    let rows = filter_rows(
-        rows,
-        |_| problem.bias().is_none(),
-        |rows| (format!("a bias with {}", kernels_of(rows, dtype)), "Device::cpu(), or no bias".into()),
-    )?;
     let modifiers = modifiers(problem);
     let modified = !modifiers.is_empty();
     let rows = filter_rows(
@@ -139,7 +133,7 @@ pub(super) fn fitting<'a>(
                     )
                 }
                 false => {
-                    (format!("{kernels} without softcap, alibi, max_logits and dropout"), "with one of them".into())
+                    (format!("{kernels} without softcap, alibi, bias, max_logits and dropout"), "with one of them".into())
                 }
             }
         },
@@ -152,6 +146,15 @@ pub(super) fn fitting<'a>(
         |_| {
             let wanted = format!("softcap and alibi together with backward {} kernels for {dtype}", Arch::Sm80);
             (wanted, format!("one of the two, {} kernels, or Device::cpu()", Arch::Sm90))
+        },
+    )?;
+    let cap_and_bias = problem.softcap() != 0.0 && problem.bias().is_some();
+    let rows = filter_rows(
+        rows,
+        |row| !(cap_and_bias && row.pass == Pass::Backward),
+        |rows| {
+            let wanted = format!("softcap and a bias together with {}", kernels_of(rows, dtype));
+            (wanted, "one of the two, or Device::cpu()".into())
         },
     )?;
     // A problem that allows scores in f16 may also be computed with scores in f32.
@@ -187,6 +190,14 @@ pub(super) fn fitting<'a>(
             (wanted, "no dropout, or Device::cpu()".into())
         },
     )?;
+    let rows = filter_rows(
+        rows,
+        |row| problem.bias().is_none() || row.adds_bias,
+        |rows| {
+            let wanted = format!("a bias with {}, {class}, head_dim {qk}/{vo}", kernels_of(rows, dtype));
+            (wanted, "no bias, or Device::cpu()".into())
+        },
+    )?;
     let step = TMA_BYTES / dtype.bytes();
     for (what, got) in [("head_dim_qk", qk), ("head_dim_vo", vo)] {
         if !got.is_multiple_of(step) {
@@ -212,6 +223,7 @@ fn modifiers(problem: &ForwardProblem) -> Vec<(String, &'static str)> {
     let all = [
         (softcap != 0.0, format!("softcap {softcap}"), "softcap"),
         (problem.alibi().is_some(), "alibi".into(), "alibi"),
+        (problem.bias().is_some(), "a bias".into(), "bias"),
         (problem.wants_max_logits(), "max_logits".into(), "max_logits"),
         (problem.drops().is_some(), problem.drops().map_or(String::new(), |dropout| dropout.to_string()), "dropout"),
     ];

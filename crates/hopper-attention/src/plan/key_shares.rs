@@ -240,6 +240,7 @@ mod tests {
             most_shares: 8,
             packs: false,
             drops: [false; 2],
+            adds_bias: false,
             modifiers: Modifiers::Either,
             ..ROW
         };

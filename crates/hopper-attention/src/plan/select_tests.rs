@@ -28,6 +28,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
         most_shares: 1,
         packs: false,
         drops: [false; 2],
+        adds_bias: false,
         modifiers: Modifiers::Either,
     }
 }
@@ -653,13 +654,19 @@ fn more_tiles_than_a_kernel_counts_are_refused() {
     assert!(refused(&of(most + 1), &H100, &table()).contains("below 2^31 - 2^20 tiles"));
 }
 
-/// No kernel has an additive bias yet.
+/// Rows that add a bias take it, and others refuse it by name.
 #[test]
-fn a_bias_is_refused_by_name() {
+fn a_bias_takes_rows_that_add_it() {
     let bias = crate::problem::Bias::new(DType::F32).per_head(true);
     let biased = problem(DIMS, Mask::causal()).to_builder().bias(Some(bias)).build().unwrap();
-    let text = "unsupported: a bias with sm90 kernels for bf16; nearest: Device::cpu(), or no bias";
+    let text = "unsupported: a bias with sm90 kernels for bf16; nearest: no bias, or Device::cpu()";
     assert_eq!(refused(&biased, &H100, &table()), text);
+    let modified = |adds_bias| -> Vec<KernelInfo> {
+        table().into_iter().map(|row| KernelInfo { modifiers: Modifiers::Always, adds_bias, ..row }).collect()
+    };
+    let text = "unsupported: a bias with sm90 kernels for bf16, causal, head_dim 128/128; nearest: no bias, or Device::cpu()";
+    assert_eq!(refused(&biased, &H100, &modified(false)), text);
+    assert!(select(&biased, &H100, &modified(true)).unwrap().kernel.adds_bias());
     let plain = biased.to_builder().bias(None).build().unwrap();
     assert!(select(&plain, &H100, &table()).is_ok());
 }

@@ -20,6 +20,7 @@ fn main() {
         most_shares: 1,
         packs: false,
         drops: [false; 2],
+        adds_bias: false,
         modifiers: todo!(),
     };
     let _ = KernelInfo { smem_bytes: 0, ..kernels()[0] };

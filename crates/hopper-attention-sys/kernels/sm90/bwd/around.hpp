@@ -3,6 +3,7 @@
 
 #include "common/convert.hpp"
 #include "common/prepare.hpp"
+#include "sm90/bwd/d_bias.hpp"
 #include "sm90/bwd/traits.hpp"
 
 // Each for the row's kernels, and for the one that packs. Rows of class Blocks have none that packs, and a kernel of
@@ -17,6 +18,8 @@
 #define HATTN_BWD_SM90_PREPARE_Blocks(dtype, mask, ...)                          \
   HATTN_INSTANTIATE_STATISTICS(hattn::sm90::BwdTraits, dtype, mask, __VA_ARGS__) \
   template struct hattn::BwdConvert<hattn::sm90::BwdTraits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>;
-#define HATTN_BWD_SM90_CONVERT(...)                              \
-  HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, __VA_ARGS__) \
-  HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, __VA_ARGS__, true)
+#define HATTN_BWD_SM90_CONVERT(dtype, ...)                                    \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, dtype, __VA_ARGS__)       \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, dtype, __VA_ARGS__, true) \
+  template struct hattn::BwdBiasGradient<                                     \
+      hattn::sm90::BwdTraits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;

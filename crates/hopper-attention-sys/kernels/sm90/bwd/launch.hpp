@@ -22,6 +22,10 @@ struct BwdLaunch {
       return is_ok(status) ? prepare_blocks() : status;
     } else {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
+      if constexpr (Traits::kBiases) {
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+        status = is_ok(status) ? BwdBiasGradient<typename Traits::Unmasked>::load() : status;
+      }
       status = is_ok(status) ? prepare_schedule() : status;
       return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
     }
@@ -45,14 +49,24 @@ struct BwdLaunch {
       }
       return encode.status;
     };
-    return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
+    Status const status = launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
       auto* kernel = bwd_kernel<Traits>;
       if constexpr (Traits::kMostShares > 1) {
         kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : kernel;
       }
+      if constexpr (Traits::kBiases) {
+        kernel = has_bias(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;  // the plan has no clusters then
+      }
       start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps},
                    kernel, params, scalars, map_q, map_k, map_v, map_d_o);
     });
+    if constexpr (Traits::kBiases) {
+      if (is_ok(status)) {
+        BwdBiasGradient<typename Traits::Unmasked>::launch(params, stream);
+        return to_status(cudaGetLastError());
+      }
+    }
+    return status;
   }
 
  private:

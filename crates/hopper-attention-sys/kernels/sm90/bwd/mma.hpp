@@ -317,18 +317,33 @@ struct BwdMma {
       }
       pack(tdS, tS);
     };
+    auto add_bias = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kAddsBias) {
+        int const thread = thread_in_group_anew(thread_in_group);
+        auto const of_head = [&]() __attribute__((always_inline)) {
+          return BiasOfHead::of(params, warp_value(storage.tile[k.stage].batch),
+                                static_cast<int>(storage.modifiers.slope_or_head[ring.stage]));
+        };
+        add_bias_transposed<kM, Traits::kBiasAtATime>(
+            tS, of_head, scalars.bias_unit, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
+            visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
+      }
+    };
     // P of a block, from its scores.
     auto exponentials = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
+        // The plan refuses a cap beside an additive bias.
+        bool const caps = !Traits::kAddsBias && scalars.softcap.caps();
         bool near = false;
-        if (scalars.softcap.caps()) {
+        if (caps) {
           near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
         } else if (has_alibi(params)) {
           add_alibi<kM>(tS, slope_of_block(), distance_of_thread());
         }
+        add_bias();
         mask_scores();
         hide_past_queries();
-        if (!scalars.softcap.caps()) {
+        if (!caps) {
           modified_block(std::integral_constant<Form, Form::Plain>{});
         } else if (has_alibi(params)) {
           modified_block(std::integral_constant<Form, Form::FarWithBias>{});

@@ -164,6 +164,8 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Statistics = sm90::Statistics;
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
   static constexpr bool kDrops = kModified;
+  static constexpr bool kBiases = kModified && !kPacked;
+  static constexpr int kBiasAtATime = 4;  // columns of a bias that are read at a time
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;

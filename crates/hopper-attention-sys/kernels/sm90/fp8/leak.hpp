@@ -20,6 +20,7 @@ namespace hattn::sm90 {
 
 struct Fp8Operands {
   static constexpr bool kDrops = false;
+  static constexpr bool kHides = false;
   using Element = cutlass::float_e4m3_t;
   HeadRows<Element> q;
   HeadRows<Element> k;

@@ -26,6 +26,9 @@ struct FwdLaunch {
     if constexpr (!Traits::kShares) {
       status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     }
+    if constexpr (Traits::kBiases) {
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+    }
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
@@ -62,6 +65,13 @@ struct FwdLaunch {
         if (Traits::kShares || params.shares > 1) {
           start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.shares}, fwd_kernel<Sharing>,
                        params, scalars, map_q, map_k, map_v, map_o);
+          return;
+        }
+      }
+      if constexpr (Traits::kBiases) {
+        if (has_bias(params)) {
+          fwd_kernel<BiasTraits<Traits>>
+              <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "common/alibi.hpp"
+#include "common/bias.hpp"
 #include "common/dropout.hpp"
 #include "common/mask.hpp"
 #include "common/max_logits.hpp"
@@ -42,10 +43,15 @@ struct Mma {
   static constexpr int kShort = 8;  // blocks of a short tile
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
+  static constexpr bool kAddsBias = Traits::kAddsBias;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
   static constexpr bool kRenews =
       kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
                     (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
+  // Whether the maximum of a tile's first block is always looked at first.
+  CUTE_DEVICE static bool is_compared(FwdParams const& params) {
+    return kAddsBias || (kModified && has_alibi(params));
+  }
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
 
@@ -251,12 +257,26 @@ struct Mma {
         return visits.first();
       }
     };
-    auto add_bias = [&](int visit) __attribute__((always_inline)) {
+    auto add_alibi_bias = [&](int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_alibi(params)) {
           int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
           add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + diagonal() - first_key);
         }
+      }
+    };
+    // ALiBi, and the additive bias. ragged: whether the block may be the sequence's last.
+    auto add_biases = [&]([[maybe_unused]] auto ragged, int visit) __attribute__((always_inline)) {
+      add_alibi_bias(visit);
+      if constexpr (kAddsBias) {
+        auto const of_head = [&]() __attribute__((always_inline)) {
+          auto const& tile = storage.tile[q.stage];
+          return BiasOfHead::of(params, static_cast<int>(read_shared(tile.batch)),
+                                static_cast<int>(read_shared(tile.head)));
+        };
+        add_bias<decltype(ragged)::value, Traits::kTileN, Traits::kBiasAtATime>(
+            tSrS, of_head, scalars.bias_unit, own_row_anew(), scalars.seqlen_q, visits.block(visit) * Traits::kTileN,
+            thread_index_anew() & 3, scalars.seqlen_kv);
       }
     };
     // Behind make_p.
@@ -271,15 +291,15 @@ struct Mma {
       }
     };
     // What follows a product with K has what cap and ALiBi make of it in its place.
-    auto modify = [&](int visit) __attribute__((always_inline)) {
+    auto modify = [&](auto ragged, int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {
           cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
-        add_bias(visit);
+        add_biases(ragged, visit);
       }
     };
-    // The same of a block that is exponentiated unseen. With ALiBi it is before the diagonal (alibi.hpp).
+    // The same of a block that is exponentiated unseen: it has no additive bias. With ALiBi it is before the diagonal (alibi.hpp).
     auto modify_unseen = [&](int visit, float(&references)[2]) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {
@@ -316,7 +336,7 @@ struct Mma {
                  storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
       }
     };
-    // The K that it reads must not have been released.
+    // The K that it reads must not have been released. (Blocks that are not compared have no additive bias.)
     auto recompute_scores = [&](int visit) {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage],
                                 (kRenews ? self() : consumer) * Traits::kRowsApart);
@@ -324,12 +344,12 @@ struct Mma {
         if (scalars.softcap.caps()) {
           cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
-        add_bias(visit);
+        add_alibi_bias(visit);
       }
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
-      modify(first_visit());
+      modify(std::true_type{}, first_visit());
       if constexpr (kIsListed) {
         KeptBits<4> kept[2];
         listed_keys(kept, q.stage, k.stage);
@@ -340,14 +360,14 @@ struct Mma {
         return;
       }
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
-          (Traits::kIsPacked && band.seqlen_kv == 0) || (kModified && has_alibi(params))) {
+          (Traits::kIsPacked && band.seqlen_kv == 0) || is_compared(params)) {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());
         softmax.first_masked_block(tSrS, scalars.scale_log2,
                                    keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
         see_references();
-      } else {
+      } else if constexpr (!kAddsBias) {
         see_largest();
         // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
         if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= kShort)) {
@@ -385,7 +405,7 @@ struct Mma {
       warpgroup_fence_operand(tSrS);
       float rescale[2];
       if constexpr (decltype(masked)::value) {
-        modify(visit);
+        modify(std::false_type{}, visit);
         constexpr float kUnmoved = -1.0F;  // no factor is negative
         rescale[0] = kUnmoved;
         if constexpr (kIsListed) {
@@ -466,7 +486,11 @@ struct Mma {
     while (true) {
       if (has_blocks) {
         int visit = visits.template next<Traits::kWays>(visits.first());
-        if constexpr (kIsListed) {
+        if constexpr (kAddsBias) {
+          for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
+            step(std::true_type{}, visit);
+          }
+        } else if constexpr (kIsListed) {
           for (; visits.on_right_edge(visit); visit = visits.next(visit)) {
             step(std::true_type{}, visit);
           }
@@ -491,10 +515,12 @@ struct Mma {
             visit = visits.template next<Traits::kWays>(visit);
           }
         }
-        for (; visits.before_left_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
-          step(std::false_type{}, visit);
+        if constexpr (!kAddsBias) {
+          for (; visits.before_left_edge(visit); visit = visits.template next<Traits::kWays>(visit)) {
+            step(std::false_type{}, visit);
+          }
         }
-        if constexpr (kMask == MaskClass::Window) {
+        if constexpr (kMask == MaskClass::Window && !kAddsBias) {
           for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
             step(std::true_type{}, visit);
           }

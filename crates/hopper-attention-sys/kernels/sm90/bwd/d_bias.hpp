@@ -1,0 +1,267 @@
+// The gradient of an additive bias (common/bias.hpp). The kernel runs behind the backward kernel, and reads the same
+// statistics.
+//
+//     dBias = P o (Z o dP - delta)    summed over the batch entries, heads and queries that share a number
+//
+// A CTA has a tile of kRows queries and kRows keys of the bias. For each batch entry and query head that shares it the
+// CTA computes S and dP of the tile again, and adds dS in registers. Where queries share their numbers it goes over all
+// blocks of queries, and adds up their rows at the end. So each number is written once, the sum has one order, and no
+// scores are kept in memory. The price is two of the backward's five products.
+//
+// Four warps; each has 16 of the tile's queries and all of its keys. Shared memory has one block of Q, K, dO and V each,
+// in slabs of 64 columns (common/slab.hpp).
+#pragma once
+
+#include "common/alibi.hpp"
+#include "common/around.hpp"
+#include "common/bias.hpp"
+#include "common/dropout.hpp"
+#include "common/launch.hpp"
+#include "common/mask.hpp"
+#include "common/matrices.hpp"
+#include "common/scalars.hpp"
+#include "sm80/copy.hpp"
+#include "sm80/product.hpp"
+#include "sm90/bwd/traits.hpp"
+
+namespace hattn::sm90 {
+
+template <class Traits>
+struct BiasGradientTraits {
+  using Element = typename Traits::Element;
+  using Statistics = typename Traits::Statistics;
+  static constexpr int kHeadDim = Traits::kHeadDimQK;
+  static_assert(Traits::kHeadDimVO == kHeadDim);
+  static constexpr int kTileM = Traits::kTileM;  // queries of a block of the statistics
+  static constexpr int kRows = 64;               // queries of a tile, and keys
+  static_assert(kTileM % kRows == 0);
+  static constexpr int kThreads = 128;
+  struct SharedStorage {
+    alignas(1024) Element q[kRows * kHeadDim];
+    alignas(1024) Element k[kRows * kHeadDim];
+    alignas(1024) Element d_o[kRows * kHeadDim];
+    alignas(1024) Element v[kRows * kHeadDim];
+    Statistics statistics[kRows];
+    float sums[kThreads / 32][kRows];  // of each warp's queries
+  };
+};
+
+// Numbers from `begin` to `end`, which share a dimension of the bias with `own`: all of them, or that one.
+struct Sharers {
+  int begin;
+  int end;
+  CUTE_HOST_DEVICE static Sharers of(std::int64_t stride, int own, int all) {
+    return stride == 0 ? Sharers{0, all} : Sharers{own, own + 1};
+  }
+};
+CUTE_HOST_DEVICE int numbers_of(std::int64_t stride, int all) { return stride == 0 ? 1 : all; }
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constant__ BwdParams const params) {
+  using Element = typename Traits::Element;
+  constexpr int kRows = Traits::kRows;
+  constexpr int kHeadDim = Traits::kHeadDim;
+  constexpr unsigned kAll = 0xffffffffU;
+  auto& storage = shared_storage<typename Traits::SharedStorage>();
+  int const thread = static_cast<int>(threadIdx.x);
+  int const lane = thread % 32;
+  int const warp = warp_index();
+
+  // Neighbouring CTAs have neighbouring keys.
+  TensorDesc const& d_bias = params.d_bias;
+  int const key_tiles = ceil_div(params.seqlen_kv, kRows);
+  bool const per_query = d_bias.stride_row != 0;
+  int const query_tiles = per_query ? ceil_div(params.seqlen_q, kRows) : 1;
+  int tile = static_cast<int>(blockIdx.x);
+  int const key_tile = tile % key_tiles;
+  tile /= key_tiles;
+  int const query_tile = tile % query_tiles;
+  tile /= query_tiles;
+  int const heads = numbers_of(d_bias.stride_head, params.heads_q);
+  int const own_head = tile % heads;
+  int const own_batch = tile / heads;
+  Sharers const of_batch = Sharers::of(d_bias.stride_batch, own_batch, params.batch);
+  Sharers const of_heads = Sharers::of(d_bias.stride_head, own_head, params.heads_q);
+  Sharers const of_queries =
+      per_query ? Sharers{query_tile, query_tile + 1} : Sharers{0, ceil_div(params.seqlen_q, kRows)};
+
+  Band const band = band_of_launch(params);
+  float const factor = backward_factor(params);
+  float const unit = bias_unit_of(params, factor);
+  float const of_dropout = dropout_factor(params);
+  int const first_key = key_tile * kRows;
+  int const group = params.heads_q / params.heads_kv;
+  constexpr int kTileM = Traits::kTileM;
+  int const padded = ceil_div(params.seqlen_q, kTileM) * kTileM;
+
+  auto const address = [](auto const& tile_of) { return cute::cast_smem_ptr_to_uint(tile_of); };
+  auto const load = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int first, int rows,
+                        int columns) {
+    sm80::copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of),
+                                                             sm80::head_address(tensor, batch, head),
+                                                             2 * tensor.stride_row, first, rows, columns, thread);
+  };
+  // The warp's rows of a times all rows of b, both of them tiles.
+  using Sums = Fragment<float, kRows / 2>;
+  auto const multiply = [&](auto const& a_tile, auto const& b_tile, Sums& sums) {
+    std::uint32_t const x = address(a_tile) + lane_offset_down(lane) + warp * (16 * kSlabRowBytes);
+    std::uint32_t const y = address(b_tile) + lane_offset_along(lane);
+    clear(sums);
+    CUTE_UNROLL
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      std::uint32_t a[4];
+      load_matrices(Columns::of_step(step).template from<kRows>(x), a);
+      CUTE_UNROLL
+      for (int n = 0; n < kRows / 16; ++n) {
+        std::uint32_t b[4];
+        load_matrices(Columns::of_step(step).template from<kRows>(y) + n * (16 * kSlabRowBytes), b);
+        sm80::multiply_step<Element, 1, kRows>([&](int) -> auto const& { return a; }, b, n, sums);
+      }
+    }
+  };
+
+  Sums gradient{};
+  clear(gradient);
+  CUTE_NO_UNROLL
+  for (int batch = of_batch.begin; batch < of_batch.end; ++batch) {
+    CUTE_NO_UNROLL
+    for (int head = of_heads.begin; head < of_heads.end; ++head) {
+      BiasOfHead const bias = BiasOfHead::of(params, batch, head);
+      float const slope = alibi_slope_or_zero(params, batch, head, factor);
+      CUTE_NO_UNROLL
+      for (int block = of_queries.begin; block < of_queries.end; ++block) {
+        if (is_hidden<MaskClass::Window, kRows, kRows>(band, block, key_tile)) {
+          continue;
+        }
+        int const first_query = block * kRows;
+        load(storage.q, params.q, batch, head, first_query, params.seqlen_q, params.head_dim_qk);
+        load(storage.k, params.k, batch, head / group, first_key, params.seqlen_kv, params.head_dim_qk);
+        load(storage.d_o, params.d_o, batch, head, first_query, params.seqlen_q, params.head_dim_vo);
+        load(storage.v, params.v, batch, head / group, first_key, params.seqlen_kv, params.head_dim_vo);
+        sm80::commit_copies();
+        if (thread < kRows) {
+          std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded;
+          storage.statistics[thread] =
+              reinterpret_cast<typename Traits::Statistics const*>(params.statistics)[at + first_query + thread];
+        }
+        sm80::await_copies<0>();
+        __syncthreads();
+        Sums scores;
+        Sums d_p;
+        multiply(storage.q, storage.k, scores);
+        multiply(storage.d_o, storage.v, d_p);
+        DropoutOfHead dropout{};
+        if (has_dropout(params)) {
+          dropout = DropoutOfHead::of(params.dropout, batch * params.heads_q + head);
+        }
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          int const row = warp * 16 + lane / 4 + 8 * r;
+          int const query = first_query + row;
+          typename Traits::Statistics const statistics = storage.statistics[row];
+          int const begin = band.template first_key<MaskClass::Window>(query);
+          int const end = query >= params.seqlen_q || statistics.is_empty()
+                              ? 0
+                              : cute::min(params.seqlen_kv, band.template last_key<MaskClass::Window>(query) + 1);
+          CUTE_UNROLL
+          for (int i = 0; i < kRows / 8; ++i) {
+            CUTE_UNROLL
+            for (int c = 0; c < 2; ++c) {
+              int const at = 4 * i + 2 * r + c;
+              int const key = first_key + 8 * i + 2 * (lane % 4) + c;
+              if (key < begin || key >= end) {
+                continue;
+              }
+              float const number = bias.one(query, key);
+              if (number == -INFINITY) {
+                continue;
+              }
+              float score = scores(at);
+              if (has_alibi(params)) {
+                score = with_alibi(score, slope, query + params.diagonal_offset - key);
+              }
+              float const p = statistics.weight(fmaf(number, unit, score), factor, true);
+              bool const drops = has_dropout(params) && dropout.drops(query, key, params.dropout.dropped);
+              float const d_s = p * of_dropout * ((drops ? 0.0F : d_p(at)) + statistics.negative_delta());
+              gradient(at) += statistics.has_nan() ? NAN : d_s;
+            }
+          }
+        }
+        __syncthreads();  // before the next block is loaded
+      }
+    }
+  }
+
+  auto const store = [&](int query, int key, float value) {
+    int const bytes = params.bias_dtype == DType::F32 ? 4 : 2;
+    std::uint64_t const to =
+        d_bias.address + bytes * (own_batch * d_bias.stride_batch + own_head * d_bias.stride_head +
+                                  query * d_bias.stride_row + key);
+    if (params.bias_dtype == DType::F32) {
+      *reinterpret_cast<float*>(to) = value;
+    } else if (params.bias_dtype == DType::BF16) {
+      *reinterpret_cast<cutlass::bfloat16_t*>(to) = cutlass::bfloat16_t{value};
+    } else {
+      *reinterpret_cast<cutlass::half_t*>(to) = cutlass::half_t{value};
+    }
+  };
+  if (per_query) {
+    CUTE_UNROLL
+    for (int at = 0; at < Sums::size(); ++at) {
+      int const query = query_tile * kRows + warp * 16 + lane / 4 + at / 2 % 2 * 8;
+      int const key = first_key + at / 4 * 8 + 2 * (lane % 4) + at % 2;
+      if (query < params.seqlen_q && key < params.seqlen_kv) {
+        store(query, key, gradient(at));
+      }
+    }
+    return;
+  }
+  CUTE_UNROLL
+  for (int at = 0; at < Sums::size(); ++at) {
+    if (at / 2 % 2 != 0) {
+      continue;
+    }
+    float sum = gradient(at) + gradient(at + 2);
+    CUTE_UNROLL
+    for (int step = 4; step < 32; step *= 2) {
+      sum += __shfl_xor_sync(kAll, sum, step);
+    }
+    if (lane < 4) {
+      storage.sums[warp][at / 4 * 8 + 2 * lane + at % 2] = sum;
+    }
+  }
+  __syncthreads();
+  if (thread < kRows && first_key + thread < params.seqlen_kv) {
+    float sum = 0.0F;
+    CUTE_UNROLL
+    for (int of_warp = 0; of_warp < Traits::kThreads / 32; ++of_warp) {
+      sum += storage.sums[of_warp][thread];
+    }
+    store(0, first_key + thread, sum);
+  }
+}
+
+}  // namespace hattn::sm90
+
+namespace hattn {
+
+template <class Traits>
+Status BwdBiasGradient<Traits>::load() noexcept {
+  using Own = sm90::BiasGradientTraits<Traits>;
+  return prepare_kernel(sm90::d_bias_kernel<Own>, sizeof(typename Own::SharedStorage));
+}
+
+template <class Traits>
+void BwdBiasGradient<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
+  using Own = sm90::BiasGradientTraits<Traits>;
+  auto const tiles = [](int rows) { return (rows + Own::kRows - 1) / Own::kRows; };
+  TensorDesc const& d_bias = params.d_bias;
+  int const grid = tiles(params.seqlen_kv) * (d_bias.stride_row != 0 ? tiles(params.seqlen_q) : 1) *
+                   sm90::numbers_of(d_bias.stride_head, params.heads_q) *
+                   sm90::numbers_of(d_bias.stride_batch, params.batch);
+  if (d_bias.address != 0 && grid > 0) {
+    sm90::d_bias_kernel<Own><<<grid, Own::kThreads, sizeof(typename Own::SharedStorage), stream>>>(params);
+  }
+}
+
+}  // namespace hattn
