@@ -55,15 +55,27 @@ struct RowTraits {
   static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
   static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
   static constexpr Modifiers kModifiers = Modifiers::Never;
-  static constexpr bool kDrops = false;     // whether it takes dropout
-  static constexpr bool kBiases = false;    // whether the row takes an additive bias
-  static constexpr bool kAddsBias = false;  // whether these are the traits of a kernel that does
+  // Whether the row takes dropout and an additive bias, and whether these are the traits of a kernel that does.
+  static constexpr bool kTakesDropout = false;
+  static constexpr bool kDrops = false;
+  static constexpr bool kTakesBias = false;
+  static constexpr bool kAddsBias = false;
+  static constexpr bool kDraws = false;      // whether it draws random numbers while products run
+  static constexpr bool kMayDraw = false;    // whether a row's kernel for dropout does
 };
 
-// Of a row's kernel for problems with an additive bias.
+// Of a row's kernel for problems with an additive bias. They may have dropout, too.
 template <class Traits>
 struct BiasTraits : Traits {
   static constexpr bool kAddsBias = true;
+  static constexpr bool kDrops = Traits::kTakesDropout;
+};
+
+// Of a row's kernel for problems with dropout, and no additive bias.
+template <class Traits>
+struct DropoutTraits : Traits {
+  static constexpr bool kDrops = true;
+  static constexpr bool kDraws = Traits::kMayDraw;
 };
 
 // A row's description, from its traits.
@@ -84,10 +96,10 @@ constexpr RowInfo row_info() noexcept {
   info.most_shares = Traits::kMostShares;
   info.packs = Traits::kPacks;
   info.modifiers = Traits::kModifiers;
-  info.drops = Traits::kDrops;
-  info.adds_bias = Traits::kBiases;
-  if constexpr (Traits::kPacks && Traits::kDrops) {
-    info.drops_packed = Traits::Packed::kDrops;
+  info.drops = Traits::kTakesDropout;
+  info.adds_bias = Traits::kTakesBias;
+  if constexpr (Traits::kPacks && Traits::kTakesDropout) {
+    info.drops_packed = Traits::Packed::kTakesDropout;
   }
   return info;
 }

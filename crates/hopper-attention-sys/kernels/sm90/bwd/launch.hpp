@@ -22,7 +22,7 @@ struct BwdLaunch {
       return is_ok(status) ? prepare_blocks() : status;
     } else {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
-      if constexpr (Traits::kBiases) {
+      if constexpr (Traits::kTakesBias) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
         status = is_ok(status) ? BwdBiasGradient<typename Traits::Unmasked>::load() : status;
       }
@@ -54,13 +54,13 @@ struct BwdLaunch {
       if constexpr (Traits::kMostShares > 1) {
         kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : kernel;
       }
-      if constexpr (Traits::kBiases) {
+      if constexpr (Traits::kTakesBias) {
         kernel = has_bias(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;  // the plan has no clusters then
       }
       start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps},
                    kernel, params, scalars, map_q, map_k, map_v, map_d_o);
     });
-    if constexpr (Traits::kBiases) {
+    if constexpr (Traits::kTakesBias) {
       if (is_ok(status)) {
         BwdBiasGradient<typename Traits::Unmasked>::launch(params, stream);
         return to_status(cudaGetLastError());

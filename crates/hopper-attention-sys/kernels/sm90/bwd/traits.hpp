@@ -163,8 +163,9 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Plain = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Statistics = sm90::Statistics;
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
+  static constexpr bool kTakesDropout = kModified;
   static constexpr bool kDrops = kModified;
-  static constexpr bool kBiases = kModified && !kPacked;
+  static constexpr bool kTakesBias = kModified && !kPacked;
   static constexpr int kBiasAtATime = 4;  // columns of a bias that are read at a time
 
   // Whether this is that kernel, whether the row has it, and its traits.

@@ -122,9 +122,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput) && !kIsListed;
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
   // Two edges and dropout take more registers than there are above head dim 128, and of packed sequences above 64.
-  static constexpr bool kDrops =
+  static constexpr bool kTakesDropout =
       kModified && (kMask != MaskClass::Window || (!kWritesOutput && !(kPacked && kHeadDimQK > 64)));
-  static constexpr bool kBiases = kModified && !kPacked;
+  // Two edges leave no registers for what is drawn ahead.
+  static constexpr bool kMayDraw = kMask != MaskClass::Window || kHeadDimQK <= 64;
+  static constexpr bool kTakesBias = kModified && !kPacked;
   // Columns of a bias that are read at a time.
   static constexpr int kBiasAtATime = kWritesOutput ? 2 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
