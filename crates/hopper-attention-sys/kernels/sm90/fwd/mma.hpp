@@ -281,11 +281,15 @@ struct Mma {
     };
     // Kernels that draw random numbers while products run (Traits::kDraws): of the block whose scores are under way.
     auto draw = [&](int visit) __attribute__((always_inline)) {
-      auto const& tile = storage.tile[q.stage];
-      auto const head = static_cast<int>(read_shared(tile.batch) * params.heads_q + read_shared(tile.head));
-      return Decisions<Traits::kTileN>::draw(DropoutOfHead::of(params.dropout, head), params.dropout.dropped,
-                                             own_row_anew(), visits.block(visit) * Traits::kTileN,
-                                             thread_index_anew() & 3);
+      if constexpr (Traits::kDraws) {
+        auto const& tile = storage.tile[q.stage];
+        auto const head = static_cast<int>(read_shared(tile.batch) * params.heads_q + read_shared(tile.head));
+        return Decisions<Traits::kTileN>::draw(DropoutOfHead::of(params.dropout, head), params.dropout.dropped,
+                                               own_row_anew(), visits.block(visit) * Traits::kTileN,
+                                               thread_index_anew() & 3);
+      } else {
+        return 0;
+      }
     };
     // Behind make_p.
     auto drop = [&](int visit) __attribute__((always_inline)) {
@@ -409,10 +413,7 @@ struct Mma {
       issue_scores();
       issue_output();
       Turns::pass(consumer);
-      [[maybe_unused]] Decisions<Traits::kTileN> decisions;
-      if constexpr (Traits::kDraws) {
-        decisions = draw(visit);
-      }
+      [[maybe_unused]] auto const decisions = draw(visit);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       float rescale[2];

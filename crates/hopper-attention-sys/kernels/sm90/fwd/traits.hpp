@@ -124,11 +124,11 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Two edges and dropout take more registers than there are above head dim 128, and of packed sequences above 64.
   static constexpr bool kTakesDropout =
       kModified && (kMask != MaskClass::Window || (!kWritesOutput && !(kPacked && kHeadDimQK > 64)));
-  // Two edges leave no registers for what is drawn ahead.
-  static constexpr bool kMayDraw = kMask != MaskClass::Window || kHeadDimQK <= 64;
+  // Large head dims leave no registers for what is drawn ahead, and neither do two edges.
+  static constexpr bool kMayDraw = !kWritesOutput && (kMask != MaskClass::Window || kHeadDimQK <= 64);
   static constexpr bool kTakesBias = kModified && !kPacked;
   // Columns of a bias that are read at a time.
-  static constexpr int kBiasAtATime = kWritesOutput ? 2 : kHeadDimQK > 64 ? 4 : 8;
+  static constexpr int kBiasAtATime = kWritesOutput ? 1 : kHeadDimQK > 64 ? (kMask == MaskClass::Window ? 2 : 4) : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
   // Above head dim 192 tiles leave little room.
   static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
