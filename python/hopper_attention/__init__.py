@@ -151,7 +151,8 @@ def attention(
       BlockMask. So make a new one where tensors that the mask_mod reads change.
     - bias: numbers that broadcast to [batch, heads_q, seqlen_q, seqlen_kv], added to the scores after the cap: f32, bf16 or
       f16, whatever the type of q. -inf hides a pair as a mask does. On torch tensors it has a gradient, in its shape and
-      type: computed where the bias requires one. On the CPU. GPUs have no kernels for it yet, and refuse it.
+      type: computed where the bias requires one. A GPU computes it with the sm90 kernels alone, and not with block-sparse
+      masks, nor gradients with softcap: it refuses these by name.
 
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.

@@ -1,4 +1,4 @@
-"""The additive bias and its gradient on the CPU: arrays and torch tensors against the definition, for each shared dimension."""
+"""The additive bias and its gradient: arrays and torch tensors against the definition, for each shared dimension."""
 
 import itertools
 import unittest
@@ -19,6 +19,7 @@ else:
     from definition import causal_keep, reference
 
     NO_TORCH = None
+NO_GPU = NO_TORCH or (None if torch.cuda.is_available() else "no GPU")
 
 #: Of batch, heads_q, seqlen_q and seqlen_kv.
 SIZES = (2, 4, 9, 11)
@@ -188,6 +189,29 @@ class Tensors(unittest.TestCase):
         ragged = torch.nested.nested_tensor([torch.randn(3, 4, 16)], layout=torch.jagged)
         with self.assertRaisesRegex(NotImplementedError, "bias: given with nested tensors"):
             hopper_attention.attention(ragged, ragged, ragged, bias=torch.zeros(1))
+
+    @unittest.skipIf(NO_GPU, NO_GPU)
+    def test_a_gpu_adds_what_the_cpu_adds(self):
+        for dtype, bound in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3)):
+            for shape in ((2, 4, 260, 390), (1, 4, 1, 390), (260, 390)):
+                inputs = [torch.randn(2, rows, heads, 64) for rows, heads in ((260, 4), (390, 2), (390, 2), (260, 4))]
+                bias = torch.randn(shape)
+                bias[..., 7] = -torch.inf
+                runs = []
+                for device, of_run in (("cuda", dtype), ("cpu", torch.float32)):
+                    q, k, v, d_o = (t.to(dtype).to(device, of_run).requires_grad_() for t in inputs)
+                    of_device = bias.to(device).requires_grad_()
+                    o = hopper_attention.attention(q, k, v, True, bias=of_device)
+                    gradients = torch.autograd.grad(o, (q, k, v, of_device), d_o.detach())
+                    runs.append([t.detach().cpu().float() for t in (o, *gradients)])
+                for got, want in zip(*runs):
+                    self.assertLess((got - want).abs().max(), bound * want.abs().max())
+
+    @unittest.skipIf(NO_GPU, NO_GPU)
+    def test_a_gpu_refuses_the_rest_by_name(self):
+        q, k, v = (torch.randn(1, 40, 2, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+        with self.assertRaisesRegex(hopper_attention.HattnError, "softcap and a bias together"):
+            hopper_attention.attention(q, k, v, softcap=20.0, bias=torch.zeros(40, device="cuda"))
 
 
 if __name__ == "__main__":

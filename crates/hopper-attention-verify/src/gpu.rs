@@ -10,10 +10,11 @@ use hopper_attention::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCa
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use hopper_attention::{
     Args, Element, ForwardPlan, Layout, SequenceOffsets, Slot, Stream, TensorMut, TensorRef, UsedLengths, Workspace,
-    bf16,
+    bf16, f16,
 };
 
 use crate::alibi::AlibiImage;
+use crate::bias::BiasImage;
 use crate::blocks::BlocksImage;
 use crate::data::{GUARD, Image, Poison};
 use crate::forward::{Outputs, Prepared};
@@ -222,6 +223,82 @@ impl AlibiOnDevice {
     }
 }
 
+/// The additive bias of a case in device memory, or its gradient, guard bands included.
+pub struct BiasOnDevice {
+    memory: BiasMemory,
+    layout: Layout<4>,
+}
+
+enum BiasMemory {
+    F32(CudaSlice<f32>),
+    Bf16(CudaSlice<bf16>),
+    F16(CudaSlice<f16>),
+}
+
+/// Does the same to the memory of every type.
+macro_rules! each {
+    ($memory:expr, $slice:ident => $what:expr) => {
+        match $memory {
+            BiasMemory::F32($slice) => $what,
+            BiasMemory::Bf16($slice) => $what,
+            BiasMemory::F16($slice) => $what,
+        }
+    };
+}
+
+impl BiasOnDevice {
+    /// Copies it.
+    pub fn new(stream: &Arc<CudaStream>, bias: &BiasImage) -> Self {
+        let memory = match bias {
+            BiasImage::F32(image) => BiasMemory::F32(stream.clone_htod(image.data()).expect("device memory")),
+            BiasImage::Bf16(image) => BiasMemory::Bf16(stream.clone_htod(image.data()).expect("device memory")),
+            BiasImage::F16(image) => BiasMemory::F16(stream.clone_htod(image.data()).expect("device memory")),
+        };
+        Self { memory, layout: bias.layout() }
+    }
+
+    /// Adds a bias to the arguments of a run.
+    pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
+        each!(&self.memory, slice => args.read(Slot::Bias, read(slice, self.layout)))
+    }
+
+    /// Adds a gradient to the arguments of a run.
+    pub fn add_gradient_to<'a>(&'a mut self, args: Args<'a>) -> Args<'a> {
+        each!(&mut self.memory, slice => args.write(Slot::DBias, write(slice, self.layout)))
+    }
+
+    /// What is in the memory now, as [`Image::take_output`] does it.
+    ///
+    /// # Errors
+    /// What was overwritten or left unwritten.
+    pub fn take(&self, stream: &Arc<CudaStream>, image: &mut BiasImage) -> std::result::Result<(), String> {
+        match (&self.memory, image) {
+            (BiasMemory::F32(slice), BiasImage::F32(image)) => image.take_output(host(stream, slice)),
+            (BiasMemory::Bf16(slice), BiasImage::Bf16(image)) => image.take_output(host(stream, slice)),
+            (BiasMemory::F16(slice), BiasImage::F16(image)) => image.take_output(host(stream, slice)),
+            _ => Err("a bias of another type".into()),
+        }
+    }
+
+    /// Whether it is still what it was.
+    ///
+    /// # Errors
+    /// Where it is not.
+    pub fn check(&self, stream: &Arc<CudaStream>, bias: &BiasImage) -> std::result::Result<(), String> {
+        match (&self.memory, bias) {
+            (BiasMemory::F32(slice), BiasImage::F32(image)) => image.check_unchanged(&host(stream, slice)),
+            (BiasMemory::Bf16(slice), BiasImage::Bf16(image)) => image.check_unchanged(&host(stream, slice)),
+            (BiasMemory::F16(slice), BiasImage::F16(image)) => image.check_unchanged(&host(stream, slice)),
+            _ => Err("a bias of another type".into()),
+        }
+    }
+}
+
+/// A copy of what is in device memory.
+fn host<T: Element>(stream: &Arc<CudaStream>, slice: &CudaSlice<T>) -> Vec<T> {
+    stream.clone_dtoh(slice).expect("a copy")
+}
+
 /// The words of the seed and the offset of dropout in device memory.
 pub struct StateOnDevice(CudaSlice<i32>);
 
@@ -266,6 +343,8 @@ pub struct OnDevice<T> {
     pub sinks: Option<SinksOnDevice>,
     /// The ALiBi slopes, where there are any.
     pub alibi: Option<AlibiOnDevice>,
+    /// The additive bias, where there is one.
+    pub bias: Option<BiasOnDevice>,
     /// The maximum logits, where they were asked for.
     pub max_logits: Option<CudaSlice<f32>>,
     /// The lists of blocks, where there are any.
@@ -288,6 +367,7 @@ impl<T: Poison> OnDevice<T> {
             lse: outputs.lse.map(|lse| stream.clone_htod(lse.data()).expect("device memory")),
             sinks: prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks)),
             alibi: prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi)),
+            bias: prepared.bias.as_ref().map(|bias| BiasOnDevice::new(stream, bias)),
             max_logits: outputs.max_logits.map(|logits| stream.clone_htod(logits.data()).expect("device memory")),
             blocks: prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks)),
             dropout_state: prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state)),
@@ -313,6 +393,7 @@ impl<T: Poison> OnDevice<T> {
         }
         self.sinks = prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks));
         self.alibi = prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi));
+        self.bias = prepared.bias.as_ref().map(|bias| BiasOnDevice::new(stream, bias));
         self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
         self.dropout_state = prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state));
     }
@@ -328,6 +409,9 @@ impl<T: Poison> OnDevice<T> {
         }
         if let Some(alibi) = &self.alibi {
             args = alibi.add_to(args);
+        }
+        if let Some(bias) = &self.bias {
+            args = bias.add_to(args);
         }
         if let Some(max_logits) = &mut self.max_logits {
             let layout = Layout::contiguous([prepared.case.dims.heads_q]).expect("a short list");
@@ -408,6 +492,9 @@ impl<T: Poison> OnDevice<T> {
         self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.check(stream))?;
         if let Some((state, words)) = self.dropout_state.as_ref().zip(prepared.dropout_state.as_ref()) {
             state.check(stream, words)?;
+        }
+        if let Some((bias, image)) = self.bias.as_ref().zip(prepared.bias.as_ref()) {
+            bias.check(stream, image)?;
         }
         match self.alibi.as_ref().zip(prepared.alibi.as_ref()) {
             Some((slopes, image)) => slopes.check(stream, image),

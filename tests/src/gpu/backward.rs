@@ -10,7 +10,7 @@ use crate::backward::Prepared;
 use crate::c::{BackwardMemory, tensor};
 use crate::data::{GUARD, Poison};
 
-pub use hopper_attention_verify::gpu::backward::{OnDevice, same_bits, same_sinks};
+pub use hopper_attention_verify::gpu::backward::{OnDevice, same_bits, same_sums};
 
 impl<T: Poison> ByAddress<Prepared<T>> for OnDevice<T> {
     type Memory = BackwardMemory;

@@ -6,6 +6,7 @@ mod accuracy;
 mod alibi;
 mod allocations;
 mod backward;
+mod bias;
 mod blocks;
 mod by_type;
 mod capi;

@@ -224,7 +224,8 @@ impl<T: Poison> Subject for Backward<T> {
     fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran {
         let Self(prepared, drawn) = *self;
         let options = BackwardProblem::builder(&drawn.forward()).d_lse(drawn.case.lse);
-        let options = options.d_sinks(!drawn.case.sinks.is_none()).deterministic(drawn.deterministic);
+        let options = options.d_sinks(!drawn.case.sinks.is_none()).d_bias(!drawn.case.bias.is_none());
+        let options = options.deterministic(drawn.deterministic);
         let problem = options.build()?;
         let device = hopper_attention::Device::Cuda(lane.device.clone());
         let plan =
@@ -241,7 +242,7 @@ impl<T: Poison> Subject for Backward<T> {
         memory.check_inputs(lane.stream, &prepared)?;
         if let [first, second] = &results[..] {
             same(gpu::backward::same_bits(first, second) == [true; 2])?;
-            same(gpu::backward::same_sinks(first, second))?;
+            same(gpu::backward::same_sums(first, second))?;
         }
         let outputs = results.swap_remove(0);
         Ok(Box::new(move || prepared.verdict(&outputs)))

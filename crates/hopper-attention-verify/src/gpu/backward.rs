@@ -6,10 +6,11 @@ use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{Args, BackwardPlan, Layout, Slot, Stream, Workspace};
 
 use super::{
-    AlibiOnDevice, BlocksOnDevice, Lists, SinksOnDevice, StateOnDevice, given_read, given_read_numbers, given_write,
-    write,
+    AlibiOnDevice, BiasOnDevice, BlocksOnDevice, Lists, SinksOnDevice, StateOnDevice, given_read, given_read_numbers,
+    given_write, write,
 };
 use crate::backward::{Outputs, Prepared};
+use crate::bias::BiasImage;
 use crate::data::{Image, Poison};
 
 /// A case's tensors on the GPU, guard bands included.
@@ -26,6 +27,8 @@ pub struct OnDevice<T> {
     pub outputs: [CudaSlice<T>; 3],
     /// The attention sinks and their gradient, where there are any.
     pub sinks: Option<(SinksOnDevice, CudaSlice<f32>)>,
+    /// The additive bias and its gradient, where there is one.
+    pub bias: Option<(BiasOnDevice, BiasOnDevice)>,
     /// The ALiBi slopes, where there are any.
     pub alibi: Option<AlibiOnDevice>,
     /// The lists of blocks, where there are any.
@@ -45,8 +48,7 @@ fn up<T: Poison, const R: usize>(stream: &Arc<CudaStream>, image: &Image<T, R>) 
 impl<T: Poison> OnDevice<T> {
     /// Inputs, and outputs of poison.
     pub fn new(stream: &Arc<CudaStream>, prepared: &Prepared<T>) -> Self {
-        // Kernels have no bias yet: a plan refuses it.
-        let Outputs { d_q, d_k, d_v, d_sinks, d_bias: _ } = prepared.outputs();
+        let Outputs { d_q, d_k, d_v, d_sinks, d_bias } = prepared.outputs();
         Self {
             lists: Lists::new(stream, &prepared.case.packing),
             inputs: inputs(prepared).map(|image| up(stream, image)),
@@ -60,18 +62,26 @@ impl<T: Poison> OnDevice<T> {
                 .as_ref()
                 .zip(d_sinks)
                 .map(|(sinks, d_sinks)| (SinksOnDevice::new(stream, sinks), up(stream, &d_sinks))),
+            bias: prepared
+                .bias
+                .as_ref()
+                .zip(d_bias)
+                .map(|(bias, d_bias)| (BiasOnDevice::new(stream, bias), BiasOnDevice::new(stream, &d_bias))),
             alibi: prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi)),
         }
     }
 
     /// Poisons the outputs again.
     pub fn poison(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
-        let Outputs { d_q, d_k, d_v, d_sinks, d_bias: _ } = prepared.outputs();
+        let Outputs { d_q, d_k, d_v, d_sinks, d_bias } = prepared.outputs();
         for (to, from) in self.outputs.iter_mut().zip([d_q, d_k, d_v]) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
         if let (Some((_, to)), Some(from)) = (&mut self.sinks, &d_sinks) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
+        }
+        if let (Some((_, to)), Some(from)) = (&mut self.bias, &d_bias) {
+            *to = BiasOnDevice::new(stream, from);
         }
     }
 
@@ -82,6 +92,9 @@ impl<T: Poison> OnDevice<T> {
         }
         self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
         self.dropout_state = prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state));
+        if let (Some((to, _)), Some(from)) = (&mut self.bias, &prepared.bias) {
+            *to = BiasOnDevice::new(stream, from);
+        }
         stream.memcpy_htod(prepared.lse.data(), &mut self.lse).expect("a copy");
         if let (Some(to), Some(from)) = (&mut self.d_lse, &prepared.d_lse) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
@@ -124,6 +137,9 @@ impl<T: Poison> OnDevice<T> {
             let layout = Layout::contiguous([problem.dims().heads_q]).expect("a short list");
             args = sinks.add_to(args).write(Slot::DSinks, write(d_sinks, layout));
         }
+        if let Some((bias, d_bias)) = &mut self.bias {
+            args = d_bias.add_gradient_to(bias.add_to(args));
+        }
         args
     }
 
@@ -162,6 +178,9 @@ impl<T: Poison> OnDevice<T> {
             let data = stream.clone_dtoh(slice).expect("a copy");
             image.take_output(data).map_err(|why| format!("d_sinks: {why}"))?;
         }
+        if let (Some(image), Some((_, d_bias))) = (&mut outputs.d_bias, &self.bias) {
+            d_bias.take(stream, image).map_err(|why| format!("d_bias: {why}"))?;
+        }
         Ok(outputs)
     }
 
@@ -186,6 +205,9 @@ impl<T: Poison> OnDevice<T> {
         if let Some((slopes, image)) = self.alibi.as_ref().zip(prepared.alibi.as_ref()) {
             slopes.check(stream, image)?;
         }
+        if let Some(((bias, _), image)) = self.bias.as_ref().zip(prepared.bias.as_ref()) {
+            bias.check(stream, image)?;
+        }
         self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.check(stream))?;
         if let Some((state, words)) = self.dropout_state.as_ref().zip(prepared.dropout_state.as_ref()) {
             state.check(stream, words)?;
@@ -197,11 +219,12 @@ impl<T: Poison> OnDevice<T> {
     }
 }
 
-/// Whether two runs gave the same bits in the gradient of the sinks, which repeats in any case.
-pub fn same_sinks<T>(a: &Outputs<T>, b: &Outputs<T>) -> bool {
+/// Whether two runs gave the same bits in the gradients of the sinks and of the bias, which repeat in any case.
+pub fn same_sums<T>(a: &Outputs<T>, b: &Outputs<T>) -> bool {
     let bits = |outputs: &Outputs<T>| {
-        let image = outputs.d_sinks.as_ref()?;
-        Some(image.data().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+        let sinks = outputs.d_sinks.as_ref().map(|image| image.data().iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+        let bias = outputs.d_bias.as_ref().map(BiasImage::values);
+        (sinks, bias.map(|values| values.into_iter().map(f64::to_bits).collect::<Vec<_>>()))
     };
     bits(a) == bits(b)
 }

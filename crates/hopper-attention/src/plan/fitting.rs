@@ -132,9 +132,10 @@ pub(super) fn fitting<'a>(
                         format!("no {}, or Device::cpu()", names.join(", ")),
                     )
                 }
-                false => {
-                    (format!("{kernels} without softcap, alibi, bias, max_logits and dropout"), "with one of them".into())
-                }
+                false => (
+                    format!("{kernels} without softcap, alibi, bias, max_logits and dropout"),
+                    "with one of them".into(),
+                ),
             }
         },
     )?;

@@ -664,7 +664,8 @@ fn a_bias_takes_rows_that_add_it() {
     let modified = |adds_bias| -> Vec<KernelInfo> {
         table().into_iter().map(|row| KernelInfo { modifiers: Modifiers::Always, adds_bias, ..row }).collect()
     };
-    let text = "unsupported: a bias with sm90 kernels for bf16, causal, head_dim 128/128; nearest: no bias, or Device::cpu()";
+    let text =
+        "unsupported: a bias with sm90 kernels for bf16, causal, head_dim 128/128; nearest: no bias, or Device::cpu()";
     assert_eq!(refused(&biased, &H100, &modified(false)), text);
     assert!(select(&biased, &H100, &modified(true)).unwrap().kernel.adds_bias());
     let plain = biased.to_builder().bias(None).build().unwrap();

@@ -1,0 +1,138 @@
+//! The additive bias on a GPU: every row that adds one, both passes, garbage in what it hides, its gradient of every form.
+
+use hopper_attention::{Bias as Form, DType, Device, Error, KernelInfo, Mask, Workspace, bf16};
+use hopper_attention_tests::backward;
+use hopper_attention_tests::bias::{Bias, BiasImage, cases};
+use hopper_attention_tests::data::{Garbage, Input, Values};
+use hopper_attention_tests::gpu::{Gpu, backward as of_backward};
+use hopper_attention_tests::problems::{Case, Grid};
+
+use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
+use crate::{mask_of, with_dtype};
+
+/// The rows that add a bias.
+fn adding(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
+    modifying(gpu, rows, backward, |options| options.bias(Some(Form::new(DType::BF16).per_query(true))))
+}
+
+/// Every seventh case that kernels have: 7 divides none of the numbers of sizes, masks and biases.
+fn some(grid: Grid, backward: bool) -> Vec<Case> {
+    let have = |case: &Case| case.blocks.is_none() && !(backward && case.softcap != 0.0);
+    let every = grid.pick(29, 7);
+    cases(grid).into_iter().filter(have).step_by(every).map(|case| forgetting(case, backward)).collect()
+}
+
+/// Gradients have nothing to do with maximum logits.
+fn forgetting(case: Case, backward: bool) -> Case {
+    if backward { case.max_logits(false) } else { case }
+}
+
+#[test]
+fn every_row_adds_a_bias() {
+    let Some(gpu) = Gpu::open("every_row_adds_a_bias") else { return };
+    let rows = adding(&gpu, gpu.modified_rows(), false);
+    take(&gpu, &rows, &some(Grid::from_env(), false), "forward with a bias", FORWARD);
+}
+
+#[test]
+fn every_backward_row_adds_a_bias() {
+    let Some(gpu) = Gpu::open("every_backward_row_adds_a_bias") else { return };
+    let rows = adding(&gpu, gpu.modified_backward_rows(), true);
+    let cases = fitting(&rows, some(Grid::from_env(), true));
+    take(&gpu, &rows, &cases, "backward with a bias", BACKWARD);
+}
+
+/// NaN, infinity and the largest numbers reach the rows that do not hide them, and no others.
+#[test]
+fn garbage_reaches_no_row_that_hides_it() {
+    let Some(gpu) = Gpu::open("garbage_reaches_no_row_that_hides_it") else { return };
+    for row in adding(&gpu, gpu.modified_rows(), false) {
+        for input in [Input::K, Input::V] {
+            spoiled(&row, input).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
+        }
+    }
+    for row in adding(&gpu, gpu.modified_backward_rows(), true) {
+        for input in Input::ALL {
+            spoiled(&row, input).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
+        }
+    }
+}
+
+fn spoiled(row: &KernelInfo, input: Input) -> impl Iterator<Item = Case> + use<> {
+    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+    let case = case.head_dim_vo(row.head_dim_vo());
+    let biases = ["f32:hq:hidden", "bf16:q:mask", "f16:bhq:hidden", "f32::mask", "bf16:bh:lowest"];
+    let biases = biases.map(|bias| bias.parse::<Bias>().expect("a bias"));
+    Garbage::ALL
+        .into_iter()
+        .zip(biases.into_iter().cycle())
+        .map(move |(garbage, bias)| Case { values: Values::Garbage(input, garbage), ..case.clone() }.bias(bias))
+}
+
+/// Gradients of every form, of more blocks than one kernel's CTA walks, in the library's own choice.
+#[test]
+fn gradients_of_every_form() {
+    let Some(gpu) = Gpu::open("gradients_of_every_form") else { return };
+    for (turn, bias) in Bias::all().enumerate().filter(|(turn, _)| turn % 3 == turn / 12 % 3) {
+        let mask = [Mask::Full, Mask::causal(), Mask::window(Some(200), Some(50))][turn % 3];
+        let case = Case::new(500 + turn, 700 - turn, [64, 128][turn % 2], mask).heads(3, 6, 2).bias(bias);
+        let prepared = backward::Prepared::<bf16>::new(&case);
+        let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+        let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+        let mut run = || on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+        let first = run();
+        first.check_written().unwrap_or_else(|why| panic!("{case}: {why}"));
+        assert!(prepared.judge(&first).passed(), "{case}: {}", prepared.judge(&first));
+        // It has the same bits in every run, also where the pass is not deterministic.
+        for number in 1..Grid::from_env().pick(2, 5) {
+            assert!(of_backward::same_sums(&first, &run()), "{case}: run {number} gave other bits");
+        }
+    }
+}
+
+/// A bias whose queries or batch entries are none has a gradient all the same: 0.
+#[test]
+fn no_rows_give_a_gradient_of_zero() {
+    let Some(gpu) = Gpu::open("no_rows_give_a_gradient_of_zero") else { return };
+    for (batch, seqlen_q, seqlen_kv) in [(2, 0, 100), (2, 0, 0), (0, 100, 100), (2, 100, 0)] {
+        for bias in ["f32:h", "bf16", "f16:hq"] {
+            let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(batch, 4, 2).bias(bias.parse().unwrap());
+            let prepared = backward::Prepared::<bf16>::new(&case);
+            let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);
+            let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+            outputs.check_written().unwrap_or_else(|why| panic!("{case}: {why}"));
+            let zeros = outputs.d_bias.as_ref().map(BiasImage::values).expect("a gradient");
+            assert!(zeros.iter().all(|&x| x == 0.0), "{case}");
+        }
+    }
+}
+
+/// The library's own choice takes a bias, or says by name what it lacks: lists of blocks, and a cap in the backward.
+#[test]
+fn a_problem_with_a_bias_has_a_plan_or_a_name() {
+    let Some(gpu) = Gpu::open("a_problem_with_a_bias_has_a_plan_or_a_name") else { return };
+    let device = Device::Cuda(gpu.device.clone());
+    let (mut planned, mut named) = (0, 0);
+    for case in cases(Grid::Full) {
+        let problem = case.problem(DType::BF16);
+        let backward = hopper_attention::BackwardProblem::builder(&problem).d_bias(true).build().unwrap();
+        for (planned_as, lacks) in [
+            (problem.plan(&device).map(drop), !case.blocks.is_none()),
+            (backward.plan(&device).map(drop), !case.blocks.is_none() || case.softcap != 0.0),
+        ] {
+            match planned_as {
+                Ok(()) => planned += 1,
+                Err(Error::Unsupported { wanted, .. }) => {
+                    let named_so = wanted.contains("blocks") || wanted.starts_with("softcap and a bias together");
+                    assert!(lacks && named_so, "{problem}: {wanted}");
+                    named += 1;
+                }
+                Err(error) => panic!("{problem}: {error}"),
+            }
+        }
+    }
+    assert!(planned > named && named > 0, "{planned} and {named}");
+}
