@@ -51,57 +51,64 @@ impl Compiled {
         let log = PathBuf::from(format!("{}.log", object.display()));
         Self {
             log: std::fs::read_to_string(&log).unwrap_or_else(|e| panic!("{}: {e}", log.display())),
-            sass: cuobjdump("-sass", object),
+            // Half of what it prints is the instructions' encoding, in comments behind them.
+            sass: cuobjdump("-sass", object)
+                .lines()
+                .map(|line| line.split("/* 0x").next().unwrap_or_default().trim_end())
+                .filter(|line| !line.is_empty())
+                .flat_map(|line| [line, "\n"])
+                .collect(),
             usage: cuobjdump("--dump-resource-usage", object),
         }
     }
 
-    /// The kernels of an object, by their names there. One that is compiled for several GPUs is named once.
-    fn functions(&self) -> Vec<&str> {
-        let mut names: Vec<_> = self.sass.lines().filter_map(|line| line.trim().strip_prefix("Function : ")).collect();
+    /// What is said of each kernel of an object, by their names there. One that is compiled for several GPUs is named once. What names
+    /// no kernel is about all of them.
+    fn by_kernel(&self) -> Vec<(String, Self)> {
+        let headings = self.sass.lines().filter_map(|line| line.trim().strip_prefix("Function : "));
+        let mut names: Vec<_> = headings.collect();
         names.sort_unstable();
         names.dedup();
-        names
-    }
-
-    /// What is said of one kernel. Of the compiler's log that is also what names no kernel and is about the whole source.
-    fn of(&self, function: &str) -> Self {
-        let others: Vec<_> = self.functions().into_iter().filter(|name| *name != function).collect();
-        // Most lines are instructions and name no kernel. To look for each name in each of them takes minutes.
-        let names = |line: &str| line.contains("_Z");
-        let kept = |text: &str, starts: fn(&str) -> Option<&str>, ends: fn(&str) -> bool| -> String {
-            let mut wanted = true;
-            let mut kept = String::new();
+        // Every text in one pass: an object's has a million lines.
+        let split = |text: &str, starts: fn(&str) -> Option<&str>, ends: fn(&str) -> bool| -> Vec<String> {
+            let all = 0..names.len();
+            let (mut texts, mut wanted) = (vec![String::new(); names.len()], all.clone());
             for line in text.lines() {
                 if let Some(name) = starts(line) {
-                    wanted = name == function;
+                    wanted = names.binary_search(&name).map_or(0..0, |at| at..at + 1);
                 } else if ends(line) {
-                    wanted = true;
+                    wanted = all.clone();
                 }
-                // A line may name another kernel than the section that it stands in.
-                let named = names(line) && line.contains(function);
-                if named || (wanted && !(names(line) && others.iter().any(|name| line.contains(name)))) {
-                    kept += line;
-                    kept.push('\n');
-                }
+                // A line may name another kernel than the section that it stands in. Most lines are instructions and name none.
+                let named: Vec<_> = match line.contains("_Z") {
+                    true => all.clone().filter(|&at| line.contains(names[at])).collect(),
+                    false => Vec::new(),
+                };
+                let about = if named.is_empty() { wanted.clone().collect() } else { named };
+                about.into_iter().for_each(|at| texts[at].extend([line, "\n"]));
             }
-            kept
+            texts
         };
-        Self {
-            // "ptxas info : Compiling entry function 'NAME' for 'sm_86'"
-            log: kept(&self.log, |line| line.split_once("Compiling entry function '")?.1.split('\'').next(), |_| false),
-            // A heading a GPU, under which every kernel begins with its name.
-            sass: kept(
-                &self.sass,
-                |line| line.trim().strip_prefix("Function : "),
-                |line| line.contains("code for ") || line.contains("Fatbin "),
-            ),
-            usage: kept(
-                &self.usage,
-                |line| line.trim().strip_prefix("Function ")?.strip_suffix(':'),
-                |line| line.contains("arch = ") || line.contains("Fatbin "),
-            ),
-        }
+        // "ptxas info : Compiling entry function 'NAME' for 'sm_86'"
+        let log =
+            split(&self.log, |line| line.split_once("Compiling entry function '")?.1.split('\'').next(), |_| false);
+        // A heading a GPU, under which every kernel begins with its name.
+        let sass = split(
+            &self.sass,
+            |line| line.trim().strip_prefix("Function : "),
+            |line| line.contains("code for ") || line.contains("Fatbin "),
+        );
+        let usage = split(
+            &self.usage,
+            |line| line.trim().strip_prefix("Function ")?.strip_suffix(':'),
+            |line| line.contains("arch = ") || line.contains("Fatbin "),
+        );
+        let texts = log.into_iter().zip(sass).zip(usage);
+        names
+            .iter()
+            .zip(texts)
+            .map(|(name, ((log, sass), usage))| (name.to_string(), Self { log, sass, usage }))
+            .collect()
     }
 
     /// Without the code for GPUs that have too little shared memory for a row that asks for so much, where no plan chooses it.
@@ -403,8 +410,8 @@ fn objects(list: &str) -> Vec<PathBuf> {
 
 /// A list as the build compiled it.
 struct List {
-    /// Each source's name and what it was compiled to.
-    sources: Vec<(String, Compiled)>,
+    /// Each source's name, and the kernels that it was compiled to.
+    sources: Vec<(String, Vec<(String, Compiled)>)>,
     /// Of each row, in the order of the table, its source and its columns.
     rows: Vec<(String, String)>,
 }
@@ -423,13 +430,14 @@ impl List {
             .par_iter()
             .map(|object| {
                 let file = object.file_name().expect("a file").to_string_lossy().into_owned();
-                (file.split('.').next().unwrap_or_default().to_string(), Compiled::read(object))
+                (file.split('.').next().unwrap_or_default().to_string(), Compiled::read(object).by_kernel())
             })
             .collect();
         Self { sources, rows }
     }
 
-    fn source(&self, name: &str) -> &Compiled {
+    /// The kernels of a source.
+    fn source(&self, name: &str) -> &[(String, Compiled)] {
         let found = self.sources.iter().find(|(source, _)| source == name);
         &found.unwrap_or_else(|| panic!("the build has no object of {name}")).1
     }
@@ -505,55 +513,59 @@ fn every_row_is_compiled_as_planned() {
             );
             assert_eq!(columns.to_lowercase(), expected, "row {row} stands where the build has another one");
             let object = built.source(source);
-            let functions: Vec<_> = object.functions().into_iter().filter(|name| is_kernel_of(row, name)).collect();
+            let functions: Vec<_> = object.iter().filter(|(name, _)| is_kernel_of(row, name)).collect();
             // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
             // that pack have one more, too.
-            let sharing = usize::from(row.most_shares() > 1) + usize::from(row.packs());
+            let mut sharing = usize::from(row.most_shares() > 1) + usize::from(row.packs());
+            // Modified rows have one more for a bias, and in the forward for dropout.
+            if row.arch() == Arch::Sm90 {
+                sharing += usize::from(row.adds_bias());
+                if row.pass() == Pass::Forward {
+                    sharing += usize::from(row.drops(false)) + usize::from(row.packs() && row.drops(true));
+                }
+            }
             let plain = usize::from(!has_one_tile(row));
             assert_eq!(
                 functions.len(),
                 plain + sharing,
                 "row {row} must be {} kernels of {source}; its kernels are {:?}",
                 plain + sharing,
-                object.functions()
+                object.iter().map(|(name, _)| name).collect::<Vec<_>>()
             );
-            // Most of the audit's time is here.
-            let audit = |function: &&str| {
-                let compiled = object.of(function);
+            let audit = |(function, compiled): &&(String, Compiled)| {
                 let shares = plain == 0 || function.contains("SharedTraits");
                 let packed = function.contains(&format!("Li{stages}ELb1E"));
+                let of = [("BiasTraits", ", bias"), ("DropoutTraits", ", dropout")];
+                let of = of.into_iter().find(|(traits, _)| function.contains(traits)).map_or("", |(_, name)| name);
                 let line = format!(
                     "{row}{}: {} registers, {} instructions, {} matrix instructions",
-                    [["", ", shared"], [", packed", ""]][usize::from(packed)][usize::from(shares)],
+                    [["", ", shared"], [", packed", ""]][usize::from(packed)][usize::from(shares)].to_string() + of,
                     compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
                     compiled.instructions().count(),
                     compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
                 );
-                (line, faults_with(row, row.smem_bytes(), shares, &compiled))
+                (line, faults_with(row, row.smem_bytes(), shares, compiled))
             };
             for (line, faults) in functions.par_iter().map(audit).collect::<Vec<_>>() {
                 println!("{line}");
                 faults.iter().for_each(|fault| report.extend([&row.to_string(), ": ", fault, "\n"]));
             }
-            kernels_of_rows.extend(functions.iter().map(|function| (source.clone(), function.to_string())));
+            kernels_of_rows.extend(functions.iter().map(|(function, _)| (source.clone(), function.clone())));
             audited += 1;
         }
         // Nothing was compiled that is no row's, or twice.
         let mut all: Vec<_> = built
             .sources
             .iter()
-            .flat_map(|(source, object)| {
-                object.functions().into_iter().map(move |name| (source.clone(), name.to_string()))
-            })
+            .flat_map(|(source, object)| object.iter().map(move |(name, _)| (source.clone(), name.clone())))
             .filter(|(_, function)| function.contains(MAIN_KERNEL))
             .collect();
         all.sort_unstable();
         kernels_of_rows.sort_unstable();
         assert_eq!(all, kernels_of_rows, "{name}: kernels of the objects and kernels of the rows");
         for (source, _) in built.rows.iter().filter(|(_, columns)| columns == List::AROUND) {
-            let object = built.source(source);
-            for function in object.functions() {
-                for fault in common_faults(&object.of(function)) {
+            for (function, compiled) in built.source(source) {
+                for fault in common_faults(compiled) {
                     let _ = writeln!(report, "{source}: {function}: {fault}");
                 }
             }
@@ -662,8 +674,9 @@ fn the_audit_tells_kernels_apart() {
         sass: code("sm_80") + &code("sm_90"),
         usage: usage("sm_80") + &usage("sm_90"),
     };
-    assert_eq!(object.functions(), [second.as_str(), first.as_str()]);
-    let (sound, flawed) = (object.of(&first), object.of(&second));
+    let kernels = object.by_kernel();
+    let [(second_name, flawed), (first_name, sound)] = &kernels[..] else { panic!("{} kernels", kernels.len()) };
+    assert_eq!((first_name, second_name), (&first, &second));
     assert_eq!((sound.codes(), sound.count("FADD"), sound.count("STL")), (2, 2, 0));
     assert_eq!((sound.resource("REG", ""), sound.resource("STACK", "")), (Some(8), Some(0)));
     assert!(!sound.log.contains("C7511") && sound.log.contains("0 bytes spill stores"), "{}", sound.log);

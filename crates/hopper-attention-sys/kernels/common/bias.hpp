@@ -158,8 +158,8 @@ CUTE_DEVICE void add_bias(Scores& scores, OfHead const& of_head, float unit, int
                           int quad_lane, int seqlen_kv) {
   int const key = first_key + 2 * quad_lane;
   BiasOfHead const first = of_head();
-  add_bias_of_row<kRagged, 0, kColumns, kAtATime>(scores, first.at(cute::min(row, seqlen_q - 1), key), first.dtype, unit,
-                                                  seqlen_kv - key);
+  add_bias_of_row<kRagged, 0, kColumns, kAtATime>(scores, first.at(cute::min(row, seqlen_q - 1), key), first.dtype,
+                                                  unit, seqlen_kv - key);
   BiasOfHead const second = of_head();
   add_bias_of_row<kRagged, 1, kColumns, kAtATime>(scores, second.at(cute::min(row + 8, seqlen_q - 1), key),
                                                   second.dtype, unit, seqlen_kv - key);

@@ -76,8 +76,8 @@ inline constexpr bool kLooksForInfinity = Traits::kDType == DType::BF16 &&
 
 // Whether a kernel looks at its O.
 template <class Traits>
-inline constexpr bool kLooksAtOutput = Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> ||
-                                       Traits::kDrops || Traits::kAddsBias;
+inline constexpr bool kLooksAtOutput =
+    Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> || Traits::kDrops || Traits::kAddsBias;
 
 // Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
 // products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
@@ -216,7 +216,7 @@ struct PlainOperands {
   float slope;   // of ALiBi (alibi.hpp), or 0
   int diagonal;  // of the sequence
   Dropout dropout;
-  int head;  // of all batch entries
+  int head;         // of all batch entries
   BiasOfHead bias;  // of address 0: none
   float bias_unit;
 
@@ -329,9 +329,9 @@ struct Leaks {
   static constexpr MaskClass kMask = Traits::kMask;
   // Rows of a pass over the keys. Three consumers are short of registers, and so is FP8's Window, whose rows have two
   // edges.
-  static constexpr int kRows = Traits::kThreads > 384 || (Traits::kDType == DType::E4M3 && kMask == MaskClass::Window)
-                                   ? 2
-                                   : 4;
+  static constexpr int kRows =
+      Traits::kThreads > 384 || (Traits::kDType == DType::E4M3 && kMask == MaskClass::Window) || Traits::kAddsBias ? 2
+                                                                                                                   : 4;
   static constexpr unsigned kAll = 0xffffffffU;
 
   // Whether V is no number in a row of keys [begin, end). The whole warp looks.

@@ -28,11 +28,14 @@ pub(super) fn tile_count(per_head: usize, heads: usize) -> Option<i32> {
 
 /// The class of kernels that computes a problem's mask. The class follows from the keys that the mask keeps, not from the
 /// variant of [`Mask`](crate::Mask): a causal mask with one query keeps every key, so the class is `Full`. Lists of blocks are a
-/// class of their own.
+/// class of their own. Kernels that add a bias are of class `Window`, whatever the mask.
 pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     let dims = problem.dims();
     if problem.block_mask().is_some() {
         return MaskClass::Blocks;
+    }
+    if problem.bias().is_some() {
+        return MaskClass::Window;
     }
     let band = band(problem, dims.seqlen_q, dims.seqlen_kv);
     match (band.left, band.right, band.chunk, band.prefix) {

@@ -8,8 +8,8 @@
 // blocks of queries, and adds up their rows at the end. So each number is written once, the sum has one order, and no
 // scores are kept in memory. The price is two of the backward's five products.
 //
-// Four warps; each has 16 of the tile's queries and all of its keys. Shared memory has one block of Q, K, dO and V each,
-// in slabs of 64 columns (common/slab.hpp).
+// Four warps; each has 16 of the tile's queries and all of its keys. Shared memory has one block of Q, K, dO and V
+// each, in slabs of 64 columns (common/slab.hpp).
 #pragma once
 
 #include "common/alibi.hpp"
@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
   auto const address = [](auto const& tile_of) { return cute::cast_smem_ptr_to_uint(tile_of); };
   auto const load = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int first, int rows,
                         int columns) {
-    sm80::copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of),
-                                                             sm80::head_address(tensor, batch, head),
+    sm80::copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), sm80::head_address(tensor, batch, head),
                                                              2 * tensor.stride_row, first, rows, columns, thread);
   };
   // The warp's rows of a times all rows of b, both of them tiles.
@@ -115,7 +114,8 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
       for (int n = 0; n < kRows / 16; ++n) {
         std::uint32_t b[4];
         load_matrices(Columns::of_step(step).template from<kRows>(y) + n * (16 * kSlabRowBytes), b);
-        sm80::multiply_step<Element, 1, kRows>([&](int) -> auto const& { return a; }, b, n, sums);
+        sm80::multiply_step<Element, 1, kRows>(
+            [&](int) -> auto const& { return a; }, b, n, sums);
       }
     }
   };
@@ -194,9 +194,8 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
 
   auto const store = [&](int query, int key, float value) {
     int const bytes = params.bias_dtype == DType::F32 ? 4 : 2;
-    std::uint64_t const to =
-        d_bias.address + bytes * (own_batch * d_bias.stride_batch + own_head * d_bias.stride_head +
-                                  query * d_bias.stride_row + key);
+    std::uint64_t const to = d_bias.address + bytes * (own_batch * d_bias.stride_batch + own_head * d_bias.stride_head +
+                                                       query * d_bias.stride_row + key);
     if (params.bias_dtype == DType::F32) {
       *reinterpret_cast<float*>(to) = value;
     } else if (params.bias_dtype == DType::BF16) {

@@ -26,7 +26,7 @@ struct FwdLaunch {
     if constexpr (!Traits::kShares) {
       status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     }
-    if constexpr (Traits::kTakesDropout) {
+    if constexpr (Traits::kOwnDropout) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Traits>>, Traits::kSmemBytes) : status;
     }
     if constexpr (Traits::kTakesBias) {
@@ -35,9 +35,6 @@ struct FwdLaunch {
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
-      if constexpr (Packed::kTakesDropout) {
-        status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
-      }
     }
     if constexpr (Traits::kIsListed) {
       status = is_ok(status) ? prepare_blocks() : status;
@@ -76,15 +73,15 @@ struct FwdLaunch {
       }
       if constexpr (Traits::kTakesBias) {
         if (has_bias(params)) {
-          fwd_kernel<BiasTraits<Traits>>
-              <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_o);
+          fwd_kernel<BiasTraits<Traits>><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
+              params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }
-      if constexpr (Traits::kTakesDropout) {
+      if constexpr (Traits::kOwnDropout) {
         if (has_dropout(params)) {
-          fwd_kernel<DropoutTraits<Traits>>
-              <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v, map_o);
+          fwd_kernel<DropoutTraits<Traits>><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
+              params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }
@@ -112,11 +109,7 @@ struct FwdLaunch {
       return encode.status;
     };
     return launch_packed_forward<Packed>(params, stream, encode_maps, [&]() {
-      auto* kernel = fwd_kernel<Packed>;
-      if constexpr (Packed::kTakesDropout) {
-        kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Packed>> : kernel;
-      }
-      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, kernel, params,
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
                    packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
     });
   }

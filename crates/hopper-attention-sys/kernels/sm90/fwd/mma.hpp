@@ -49,9 +49,7 @@ struct Mma {
       kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
                     (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
   // Whether the maximum of a tile's first block is always looked at first.
-  CUTE_DEVICE static bool is_compared(FwdParams const& params) {
-    return kAddsBias || (kModified && has_alibi(params));
-  }
+  CUTE_DEVICE static bool is_compared(FwdParams const& params) { return kAddsBias || (kModified && has_alibi(params)); }
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
 
@@ -139,7 +137,11 @@ struct Mma {
         visits = visits_of_list(masked_entries, all_entries);
         return 0;
       }
-      KeyVisits const tile_visits = Shares<Traits>::visits(band, m_block);
+      Band of_tile = band;
+      if constexpr (kAddsBias) {
+        of_tile.seqlen_kv = anew(band.seqlen_kv);  // what follows from it would be kept all through the loop
+      }
+      KeyVisits const tile_visits = Shares<Traits>::visits(of_tile, m_block);
       if constexpr (kMask == MaskClass::Full || Traits::kWays == 2) {
         visits = tile_visits;
         if constexpr (Traits::kWays == 2) {
@@ -311,7 +313,8 @@ struct Mma {
         add_biases(ragged, visit);
       }
     };
-    // The same of a block that is exponentiated unseen: it has no additive bias. With ALiBi it is before the diagonal (alibi.hpp).
+    // The same of a block that is exponentiated unseen: it has no additive bias. With ALiBi it is before the diagonal
+    // (alibi.hpp).
     auto modify_unseen = [&](int visit, float(&references)[2]) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {

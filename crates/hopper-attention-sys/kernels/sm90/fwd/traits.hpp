@@ -125,10 +125,14 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kTakesDropout =
       kModified && (kMask != MaskClass::Window || (!kWritesOutput && !(kPacked && kHeadDimQK > 64)));
   // Large head dims leave no registers for what is drawn ahead, and neither do two edges.
-  static constexpr bool kMayDraw = !kWritesOutput && (kMask != MaskClass::Window || kHeadDimQK <= 64);
-  static constexpr bool kTakesBias = kModified && !kPacked;
+  static constexpr bool kOwnDropout =
+      kTakesDropout && !kPacked && !kWritesOutput && (kMask != MaskClass::Window || kHeadDimQK <= 64);
+  static constexpr bool kDrops = kTakesDropout && !kOwnDropout;
+  // Reading the bias takes most of the time, whatever the mask and the head dim. So few kernels do it, with any mask.
+  static constexpr bool kTakesBias =
+      kModified && !kPacked && kMask == MaskClass::Window && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
   // Columns of a bias that are read at a time.
-  static constexpr int kBiasAtATime = kWritesOutput ? 1 : kHeadDimQK > 64 ? (kMask == MaskClass::Window ? 2 : 4) : 8;
+  static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
   // Above head dim 192 tiles leave little room.
   static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
