@@ -1,18 +1,29 @@
 //! The additive bias on a GPU: every row that adds one, both passes, garbage in what it hides, its gradient of every form.
 
-use hopper_attention::{Bias as Form, DType, Device, Error, KernelInfo, Mask, Workspace, bf16};
+use hopper_attention::{DType, Device, Error, KernelInfo, Mask, MaskClass, Workspace, bf16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::bias::{Bias, BiasImage, cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::{Gpu, backward as of_backward};
 use hopper_attention_tests::problems::{Case, Grid};
 
-use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
+use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, take};
 use crate::{mask_of, with_dtype};
 
-/// The rows that add a bias.
-fn adding(gpu: &Gpu, rows: Vec<KernelInfo>, backward: bool) -> Vec<KernelInfo> {
-    modifying(gpu, rows, backward, |options| options.bias(Some(Form::new(DType::BF16).per_query(true))))
+const MASKS: [MaskClass; 3] = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
+
+/// The rows that add a bias. They do so with every mask.
+fn adding(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
+    let adding: Vec<_> = rows.into_iter().filter(KernelInfo::adds_bias).collect();
+    for dtype in [DType::BF16, DType::F16] {
+        for head_dim in [64, 128] {
+            assert!(
+                adding.iter().any(|row| row.dtype() == dtype && row.head_dim_qk() == head_dim),
+                "{dtype} {head_dim}"
+            );
+        }
+    }
+    adding
 }
 
 /// Every seventh case that kernels have: 7 divides none of the numbers of sizes, masks and biases.
@@ -30,14 +41,14 @@ fn forgetting(case: Case, backward: bool) -> Case {
 #[test]
 fn every_row_adds_a_bias() {
     let Some(gpu) = Gpu::open("every_row_adds_a_bias") else { return };
-    let rows = adding(&gpu, gpu.modified_rows(), false);
+    let rows = adding(gpu.modified_rows());
     take(&gpu, &rows, &some(Grid::from_env(), false), "forward with a bias", FORWARD);
 }
 
 #[test]
 fn every_backward_row_adds_a_bias() {
     let Some(gpu) = Gpu::open("every_backward_row_adds_a_bias") else { return };
-    let rows = adding(&gpu, gpu.modified_backward_rows(), true);
+    let rows = adding(gpu.modified_backward_rows());
     let cases = fitting(&rows, some(Grid::from_env(), true));
     take(&gpu, &rows, &cases, "backward with a bias", BACKWARD);
 }
@@ -46,20 +57,20 @@ fn every_backward_row_adds_a_bias() {
 #[test]
 fn garbage_reaches_no_row_that_hides_it() {
     let Some(gpu) = Gpu::open("garbage_reaches_no_row_that_hides_it") else { return };
-    for row in adding(&gpu, gpu.modified_rows(), false) {
-        for input in [Input::K, Input::V] {
-            spoiled(&row, input).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
+    for row in adding(gpu.modified_rows()) {
+        for (input, mask) in [Input::K, Input::V].into_iter().flat_map(|input| MASKS.map(|mask| (input, mask))) {
+            spoiled(&row, input, mask).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
         }
     }
-    for row in adding(&gpu, gpu.modified_backward_rows(), true) {
-        for input in Input::ALL {
-            spoiled(&row, input).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
+    for row in adding(gpu.modified_backward_rows()) {
+        for (input, mask) in Input::ALL.into_iter().flat_map(|input| MASKS.map(|mask| (input, mask))) {
+            spoiled(&row, input, mask).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
         }
     }
 }
 
-fn spoiled(row: &KernelInfo, input: Input) -> impl Iterator<Item = Case> + use<> {
-    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
+fn spoiled(row: &KernelInfo, input: Input, mask: MaskClass) -> impl Iterator<Item = Case> + use<> {
+    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(mask)).heads(2, 6, 2);
     let case = case.head_dim_vo(row.head_dim_vo());
     let biases = ["f32:hq:hidden", "bf16:q:mask", "f16:bhq:hidden", "f32::mask", "bf16:bh:lowest"];
     let biases = biases.map(|bias| bias.parse::<Bias>().expect("a bias"));
@@ -110,7 +121,7 @@ fn no_rows_give_a_gradient_of_zero() {
     }
 }
 
-/// The library's own choice takes a bias, or says by name what it lacks: lists of blocks, and a cap in the backward.
+/// The library's own choice takes a bias with every mask, or says by name what it lacks: lists of blocks, and a cap in the backward.
 #[test]
 fn a_problem_with_a_bias_has_a_plan_or_a_name() {
     let Some(gpu) = Gpu::open("a_problem_with_a_bias_has_a_plan_or_a_name") else { return };

@@ -217,9 +217,10 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     )
 }
 
-/// The largest head dim that kernels take with dropout and the mask of a case.
+/// The largest head dim that kernels take with dropout and the mask of a case. Those that add a bias take it as with windows.
 fn widest_with_dropout(case: &Case) -> usize {
     match (case.mask, case.packing == Packing::default()) {
+        _ if !case.bias.is_none() => 128,
         (Mask::Full | Mask::Causal { .. }, _) => 256,
         (_, true) => 128,
         (_, false) => 64,

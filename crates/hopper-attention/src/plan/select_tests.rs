@@ -665,9 +665,11 @@ fn a_bias_takes_rows_that_add_it() {
         table().into_iter().map(|row| KernelInfo { modifiers: Modifiers::Always, adds_bias, ..row }).collect()
     };
     let text =
-        "unsupported: a bias with sm90 kernels for bf16, causal, head_dim 128/128; nearest: no bias, or Device::cpu()";
+        "unsupported: a bias with sm90 kernels for bf16, window, head_dim 128/128; nearest: no bias, or Device::cpu()";
     assert_eq!(refused(&biased, &H100, &modified(false)), text);
-    assert!(select(&biased, &H100, &modified(true)).unwrap().kernel.adds_bias());
+    // Those of class window do, whatever the mask.
+    let kernel = select(&biased, &H100, &modified(true)).unwrap().kernel;
+    assert!(kernel.adds_bias() && kernel.mask == MaskClass::Window);
     let plain = biased.to_builder().bias(None).build().unwrap();
     assert!(select(&plain, &H100, &table()).is_ok());
 }
