@@ -5,7 +5,7 @@
 //   need them.
 // - After: bwd_convert (convert.hpp) converts the f32 sums of dQ to dQ, and those of dK and dV where tiles have shares.
 // - Last: bwd_sinks (sinks_bwd.hpp) makes the gradient of the sinks, where it is wanted, and d_bias_kernel
-//   (sm90/bwd/d_bias.hpp) that of an additive bias.
+//   (common/d_bias.hpp) that of an additive bias.
 //
 // Both depend on fewer columns of the list than the backward kernel does. So rows share them. They are compiled in a
 // translation unit of their own, which defines the functions declared here (HATTN_INSTANTIATE_*). The unit of a row

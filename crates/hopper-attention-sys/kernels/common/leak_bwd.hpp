@@ -68,8 +68,8 @@ struct RepairGradients {
   using Statistics = typename Traits::Statistics;
   static constexpr unsigned kAll = 0xffffffffU;
   static constexpr int kPairs = LanePairs<Traits::kHeadDimQK>::kCount;
-  // Whether there may be a bias, which hides pairs. (sm80 and packed kernels have none.)
-  static constexpr bool kHides = Traits::kArch == Arch::Sm90 && !Traits::kIsPacked;
+  // Whether there may be a bias, which hides pairs.
+  static constexpr bool kHides = Traits::kMayTakeBias;
   static_assert(Traits::kHeadDimVO == Traits::kHeadDimQK, "a lane has as many columns of dV as of dK");
   using Sums = float2[kPairs];
   struct Weights {

@@ -116,4 +116,10 @@ struct RowEnd {
   }
 };
 
+// What O is multiplied by where there is dropout. An inverse above 0 stays above 0.
+CUTE_DEVICE float with_factor(float inverse, float factor) {
+  float const product = inverse * factor;
+  return __float_as_uint(product) == 0 ? inverse : product;
+}
+
 }  // namespace hattn

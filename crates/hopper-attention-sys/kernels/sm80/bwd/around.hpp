@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/convert.hpp"
+#include "common/d_bias.hpp"
 #include "common/prepare.hpp"
 #include "sm80/bwd/traits.hpp"
 
@@ -9,6 +10,11 @@
 #define HATTN_BWD_SM80_PREPARE(...)                                 \
   HATTN_INSTANTIATE_STATISTICS(hattn::sm80::BwdTraits, __VA_ARGS__) \
   HATTN_INSTANTIATE_STATISTICS(hattn::sm80::BwdTraits, __VA_ARGS__, true)
-#define HATTN_BWD_SM80_CONVERT(...)                              \
-  HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, __VA_ARGS__) \
-  HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, __VA_ARGS__, true)
+#define HATTN_BWD_SM80_CONVERT(dtype, head_dim_qk, head_dim_vo, tile_m, ...)                                    \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__)       \
+  HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__, true) \
+  HATTN_BWD_SM80_BIAS_##tile_m(dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__)
+#define HATTN_BWD_SM80_BIAS_64(...)
+#define HATTN_BWD_SM80_BIAS_32(dtype, ...) \
+  template struct hattn::BwdBiasGradient<  \
+      hattn::sm80::BwdTraits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;

@@ -14,6 +14,8 @@
 
 #include "common/alibi.hpp"
 #include "common/barrier.hpp"
+#include "common/bias.hpp"
+#include "common/dropout.hpp"
 #include "common/fragment.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
@@ -188,6 +190,22 @@ struct BwdMma {
     auto const weights_at = [&](int strip, int i, int r) {
       return (place_of_weights ^ i * 32) + (strip * 16 + r * 8) * kSlabRowBytes;
     };
+    // `kept(at, strip, bits)` for the place of each pair of neighbouring queries, and the bits of those that stay.
+    [[maybe_unused]] auto const see_drops = [&](auto const& kept) {
+      if constexpr (Traits::kDrops) {
+        if (has_dropout(params)) {
+          int const m_chunk = storage.visits.block(storage.visit[stage]) * Traits::kChunks + chunk;
+          int const first_key = (storage.tile.block * Traits::kPairs + pair_of(Traits::thread_index())) * Traits::kKeys;
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            see_kept<kChunk>(
+                DropoutOfHead::of(params.dropout, storage.tile.batch * params.heads_q + storage.head[stage]),
+                params.dropout.dropped, first_key + 16 * strip + lane / 4, m_chunk * kChunk, lane % 4,
+                [&](int at, std::uint32_t bits) { kept(at, strip, bits); });
+          }
+        }
+      }
+    };
     int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + chunk % 2;
     if (makes_p(Traits::thread_index())) {
       bool const reads_anew = Traits::kRegistersShort && Traits::kIsPacked;
@@ -215,6 +233,18 @@ struct BwdMma {
           for (int strip = 0; strip < kStrips; ++strip) {
             auto& strip_scores = scores.strip(strip);
             hide_queries(strip_scores, band.seqlen_q - m_chunk * kChunk - lane % 4 * 2, masked);
+          }
+        }
+      }
+      // (Nor is there ever a cap beside a bias.)
+      if constexpr (Traits::kAddsBias) {
+        if (has_bias(params)) {
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            add_bias_transposed<kChunk, Traits::kBiasAtATime>(
+                scores.strip(strip), [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.head[stage]); },
+                scalars.bias_unit, n_pair * Traits::kKeys + 16 * strip + lane / 4, scalars.seqlen_kv,
+                m_chunk * kChunk + lane % 4 * 2, scalars.seqlen_q, masked);
           }
         }
       }
@@ -277,11 +307,22 @@ struct BwdMma {
         }
       }
       named_barrier_arrive(barrier, 64);
+      // The second warp has got all weights: delta is of dropped ones, too.
+      see_drops([&](int at_pair, int strip, std::uint32_t bits) { word(strip, at_pair / 2, at_pair % 2) &= bits; });
     } else {
+      // dP of a dropped weight counts as 0.
+      see_drops([&](int at_pair, int strip, std::uint32_t bits) {
+        float& first = scores(2 * at_pair, strip);
+        float& second = scores(2 * at_pair + 1, strip);
+        first = (bits & 1) != 0 ? first : 0.0F;
+        second = (bits >> 16 & 1) != 0 ? second : 0.0F;
+      });
+      [[maybe_unused]] float const factor = Traits::kDrops ? dropout_factor(params) : 1.0F;
       named_barrier_sync(barrier, 64);
       auto const d_s_pair = [&](int strip, int i, int r, float4 const& s, float2 const& p) {
-        return pack_pair<Element>(fmaf(scores(4 * i + 2 * r, strip), Traits::kDrop, s.y) * p.x,
-                                  fmaf(scores(4 * i + 2 * r + 1, strip), Traits::kDrop, s.w) * p.y);
+        float const first = fmaf(scores(4 * i + 2 * r, strip), Traits::kDrop, s.y) * p.x;
+        float const second = fmaf(scores(4 * i + 2 * r + 1, strip), Traits::kDrop, s.w) * p.y;
+        return Traits::kDrops ? pack_pair<Element>(first * factor, second * factor) : pack_pair<Element>(first, second);
       };
       if constexpr (Traits::kHandsF32) {
         float4 s[kChunk / 8];
@@ -422,7 +463,8 @@ struct BwdMma {
 
     // Both warps at once, each its own.
     TensorDesc const& tensor = makes_p(Traits::thread_index()) ? params.d_v : params.d_k;
-    float const scale = makes_p(Traits::thread_index()) ? Traits::kDrop : scalars.softmax_scale;
+    float const of_values = Traits::kDrops ? Traits::kDrop * dropout_factor(params) : Traits::kDrop;
+    float const scale = makes_p(Traits::thread_index()) ? of_values : scalars.softmax_scale;
     int const head_dim = makes_p(Traits::thread_index()) ? scalars.head_dim_vo : scalars.head_dim_qk;
     FiniteLook<Element> look;
     CUTE_UNROLL

@@ -30,6 +30,9 @@ struct Epilogue {
     for (int r = 0; r < Softmax::kRows; ++r) {
       RowEnd const end = RowEnd::of(sink, -softmax.minus_reference[r], sums[r], sums[r]);
       inverse[r] = end.inverse;
+      if constexpr (Traits::kDrops) {
+        inverse[r] = with_factor(end.inverse, dropout_factor(params));
+      }
       int const query = row + 8 * r + lane / 4;
       if (scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile)) {
         lse[query] = end.lse;
@@ -94,8 +97,7 @@ struct Epilogue {
     auto const owned = [](int) { return true; };
     __syncwarp();
     RepairOf<Traits>::repair(
-        PlainOperands<Element, Traits::kModifiers>::of(params, tile), band, first_row,
-        SoundRows::of_inverses<Traits>(factors),
+        OperandsOf<Traits>::of(params, tile), band, first_row, SoundRows::of_inverses<Traits>(factors),
         GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
   }
 

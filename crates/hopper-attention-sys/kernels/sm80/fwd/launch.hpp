@@ -13,6 +13,9 @@ struct FwdLaunch {
 
   static Status prepare() noexcept {
     Status status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
+    if constexpr (Traits::kTakesBias) {
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+    }
     status = is_ok(status) ? prepare_schedule() : status;
     return is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
   }
@@ -25,6 +28,13 @@ struct FwdLaunch {
       });
     }
     return launch_forward(params, stream, no_maps, [&](FwdScalars const& scalars) {
+      if constexpr (Traits::kTakesBias) {
+        if (has_bias(params) || has_dropout(params)) {
+          fwd_kernel<BiasTraits<Traits>>
+              <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
+          return;
+        }
+      }
       fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
     });
   }

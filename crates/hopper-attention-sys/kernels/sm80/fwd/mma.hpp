@@ -6,6 +6,8 @@
 #pragma once
 
 #include "common/alibi.hpp"
+#include "common/bias.hpp"
+#include "common/dropout.hpp"
 #include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
@@ -260,6 +262,34 @@ struct Mma {
               add_alibi<kTileN>(strip_scores, storage.slope, distance + 16 * strip);
             }
           }
+          if constexpr (Traits::kAddsBias) {
+            if (has_bias(params)) {
+              CUTE_UNROLL
+              for (int strip = 0; strip < kStrips; ++strip) {
+                add_bias<true, kTileN, Traits::kBiasAtATime>(
+                    scores.strip(strip),
+                    [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.tile.head); }, scalars.bias_unit,
+                    own_row() + 16 * strip, band.seqlen_q, visits.block(visit) * kTileN, Traits::thread_index() % 4,
+                    band.seqlen_kv);
+              }
+            }
+          }
+        };
+        // Makes the dropped ones of the weights 0.
+        auto drop = [&]() {
+          if constexpr (Traits::kDrops) {
+            if (has_dropout(params)) {
+              CUTE_UNROLL
+              for (int strip = 0; strip < kStrips; ++strip) {
+                auto of_strip = [&](int pair) -> std::uint32_t& { return p[strip][pair / 4][pair % 4]; };
+                drop_weights<kTileN>(
+                    of_strip,
+                    DropoutOfHead::of(params.dropout, storage.tile.batch * params.heads_q + storage.tile.head),
+                    params.dropout.dropped, own_row() + 16 * strip, visits.block(visit) * kTileN,
+                    Traits::thread_index() % 4);
+              }
+            }
+          }
         };
         modify();
         // Behind the mask.
@@ -306,7 +336,8 @@ struct Mma {
                      visits.block(visit) >
                          first_unseen_block<kTileN>(storage.slope, first_row(storage.tile), diagonal_of(params, band));
         }
-        if (compares) {
+        // Nothing says what the bias of a block is.
+        if (Traits::kAddsBias || compares) {
           if (masked) {
             int const row = own_row();
             int const column = Traits::thread_index() % 4 * 2;
@@ -319,7 +350,10 @@ struct Mma {
           see_largest();
           softmax.compared_block(scores, scalars.scale_log2, rescale_output);
           make_p();
-          if (starts) {
+          drop();
+          if (Traits::kAddsBias) {
+            // It needs no limits.
+          } else if (starts) {
             int const row = own_row();
             limits = softmax.first_limits(
                 [&](int strip) { return keys_before_edge<kMask, kTileN>(band, row + 16 * strip, visits.block(visit)); },
@@ -327,7 +361,7 @@ struct Mma {
           } else if (visits.block(visit) % Softmax::kComparedBlocks == 0) {
             limits = softmax.later_limits();
           }
-        } else {
+        } else if constexpr (!Traits::kAddsBias) {
           see_largest();
           float sums[Softmax::kRows];
           softmax.unseen_block(scores, scalars.scale_log2, sums);

@@ -27,6 +27,13 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kPacks = true;
   static constexpr Modifiers kModifiers = Modifiers::Either;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
+  // Rows of class Window with one strip a warp have a kernel more, for an additive bias and for dropout with any mask.
+  // The others have no registers for it.
+  static constexpr bool kTakesBias =
+      !kPacked && kMask == MaskClass::Window && (kTileM == 64 || (kHeadDimVO == 256 && kHeadDimQK == 256));
+  static constexpr bool kTakesDropout = kTakesBias;
+  // Columns of a bias that are read at a time.
+  static constexpr int kBiasAtATime = kHeadDimVO > 128 ? 1 : 4;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
   using Scheduler = std::conditional_t<kPacked, PackedScheduler, FwdScheduler>;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/convert.hpp"
+#include "common/d_bias.hpp"
 #include "common/prepare.hpp"
-#include "sm90/bwd/d_bias.hpp"
 #include "sm90/bwd/traits.hpp"
 
 // Each for the row's kernels, and for the one that packs. Rows of class Blocks have none that packs, and a kernel of

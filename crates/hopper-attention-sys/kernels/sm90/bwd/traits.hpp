@@ -165,7 +165,8 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
   static constexpr bool kTakesDropout = kModified;
   static constexpr bool kDrops = kModified;
-  static constexpr bool kTakesBias = kModified && !kPacked && kMask == MaskClass::Window;  // with any mask
+  static constexpr bool kMayTakeBias = !kPacked;
+  static constexpr bool kTakesBias = kMayTakeBias && kModified && kMask == MaskClass::Window;  // with any mask
   static constexpr int kBiasAtATime = 4;  // columns of a bias that are read at a time
 
   // Whether this is that kernel, whether the row has it, and its traits.

@@ -31,12 +31,6 @@ struct Epilogue {
                  : "memory");
   }
 
-  // An inverse above 0 stays above 0 (RowEnd in common/sinks.hpp).
-  CUTE_DEVICE static float with_factor(float inverse, float factor) {
-    float const product = inverse * factor;
-    return __float_as_uint(product) == 0 ? inverse : product;
-  }
-
   // Writes the tile's log-sum-exp and gives what its O must be multiplied by. (`sums` and `divisors`: softmax.hpp.)
   CUTE_DEVICE static void finish_rows(FwdParams const& params, typename Traits::Scalars const& scalars,
                                       Storage const& storage, int buffer, int consumer, float const (&reference)[2],

@@ -22,9 +22,8 @@
 #include "common/scalars.hpp"
 #include "sm80/copy.hpp"
 #include "sm80/product.hpp"
-#include "sm90/bwd/traits.hpp"
 
-namespace hattn::sm90 {
+namespace hattn {
 
 template <class Traits>
 struct BiasGradientTraits {
@@ -34,7 +33,6 @@ struct BiasGradientTraits {
   static_assert(Traits::kHeadDimVO == kHeadDim);
   static constexpr int kTileM = Traits::kTileM;  // queries of a block of the statistics
   static constexpr int kRows = 64;               // queries of a tile, and keys
-  static_assert(kTileM % kRows == 0);
   static constexpr int kThreads = 128;
   struct SharedStorage {
     alignas(1024) Element q[kRows * kHeadDim];
@@ -141,8 +139,9 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
         sm80::commit_copies();
         if (thread < kRows) {
           std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded;
-          storage.statistics[thread] =
-              reinterpret_cast<typename Traits::Statistics const*>(params.statistics)[at + first_query + thread];
+          // (A block of queries may have fewer rows than a tile. Nobody asks for those that are missing.)
+          storage.statistics[thread] = reinterpret_cast<typename Traits::Statistics const*>(
+              params.statistics)[at + cute::min(first_query + thread, padded - 1)];
         }
         sm80::await_copies<0>();
         __syncthreads();
@@ -240,26 +239,22 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
   }
 }
 
-}  // namespace hattn::sm90
-
-namespace hattn {
-
 template <class Traits>
 Status BwdBiasGradient<Traits>::load() noexcept {
-  using Own = sm90::BiasGradientTraits<Traits>;
-  return prepare_kernel(sm90::d_bias_kernel<Own>, sizeof(typename Own::SharedStorage));
+  using Own = BiasGradientTraits<Traits>;
+  static_assert(Traits::kMayTakeBias);
+  return prepare_kernel(d_bias_kernel<Own>, sizeof(typename Own::SharedStorage));
 }
 
 template <class Traits>
 void BwdBiasGradient<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
-  using Own = sm90::BiasGradientTraits<Traits>;
+  using Own = BiasGradientTraits<Traits>;
   auto const tiles = [](int rows) { return (rows + Own::kRows - 1) / Own::kRows; };
   TensorDesc const& d_bias = params.d_bias;
   int const grid = tiles(params.seqlen_kv) * (d_bias.stride_row != 0 ? tiles(params.seqlen_q) : 1) *
-                   sm90::numbers_of(d_bias.stride_head, params.heads_q) *
-                   sm90::numbers_of(d_bias.stride_batch, params.batch);
+                   numbers_of(d_bias.stride_head, params.heads_q) * numbers_of(d_bias.stride_batch, params.batch);
   if (d_bias.address != 0 && grid > 0) {
-    sm90::d_bias_kernel<Own><<<grid, Own::kThreads, sizeof(typename Own::SharedStorage), stream>>>(params);
+    d_bias_kernel<Own><<<grid, Own::kThreads, sizeof(typename Own::SharedStorage), stream>>>(params);
   }
 }
 
