@@ -13,8 +13,10 @@
 #define HATTN_BWD_SM80_CONVERT(dtype, head_dim_qk, head_dim_vo, tile_m, ...)                                    \
   HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__)       \
   HATTN_INSTANTIATE_CONVERT(hattn::sm80::BwdTraits, dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__, true) \
-  HATTN_BWD_SM80_BIAS_##tile_m(dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__)
-#define HATTN_BWD_SM80_BIAS_64(...)
-#define HATTN_BWD_SM80_BIAS_32(dtype, ...) \
-  template struct hattn::BwdBiasGradient<  \
+  HATTN_BWD_SM80_BIAS_##head_dim_qk##_##tile_m(dtype, head_dim_qk, head_dim_vo, tile_m, __VA_ARGS__)
+#define HATTN_BWD_SM80_BIAS_64_64(...)
+#define HATTN_BWD_SM80_BIAS_64_32(...)
+#define HATTN_BWD_SM80_BIAS_128_64(...)
+#define HATTN_BWD_SM80_BIAS_128_32(dtype, ...) \
+  template struct hattn::BwdBiasGradient<      \
       hattn::sm80::BwdTraits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;

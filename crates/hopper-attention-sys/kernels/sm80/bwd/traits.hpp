@@ -82,9 +82,9 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
   using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
-  // Rows of class Window with blocks of 32 queries, which fit every GPU, have a kernel more, for an additive bias and
-  // for dropout with any mask.
-  static constexpr bool kMayTakeBias = !kPacked && kTileM == 32;
+  // The row of class Window that fits every GPU has a kernel more, for an additive bias and for dropout with any mask.
+  // (At head dim 64 a warp has twice the keys, and no registers for it.)
+  static constexpr bool kMayTakeBias = !kPacked && kTileM == 32 && kHeadDimQK == 128;
   static constexpr bool kTakesBias = kMayTakeBias && kMask == MaskClass::Window;
   static constexpr bool kTakesDropout = kTakesBias;
   static constexpr int kBiasAtATime = 2;  // columns of a bias that are read at a time
