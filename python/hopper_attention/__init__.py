@@ -151,12 +151,13 @@ def attention(
       BlockMask. So make a new one where tensors that the mask_mod reads change.
     - bias: numbers that broadcast to [batch, heads_q, seqlen_q, seqlen_kv], added to the scores after the cap: f32, bf16 or
       f16, whatever the type of q. -inf hides a pair as a mask does. On torch tensors it has a gradient, in its shape and
-      type: computed where the bias requires one. A GPU computes it with the sm90 kernels alone, and not with block-sparse
-      masks, nor gradients with softcap: it refuses these by name.
+      type: computed where the bias requires one. A GPU refuses it with block-sparse masks, and gradients
+      with softcap, by name.
 
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
-      A GPU computes it with the sm90 kernels alone, and not with block-sparse masks: it refuses the rest by name.
+      A GPU refuses it with block-sparse masks, with packed sequences in sm80 kernels, and with windows of large head dims,
+      by name.
     - dropout_state: the seed and the offset of dropout, int64 [2]. `dropout_mask` says which pairs they keep. None: on
       torch tensors they are drawn from the generator, and gradients have the same. Arrays must have them, or their
       four words as int32 [4].

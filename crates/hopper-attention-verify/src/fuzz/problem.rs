@@ -175,16 +175,19 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             if !fp8 && (!for_gpu || kernels_have) {
                 case = random::listed(case, blocks);
             }
-            // Those for sm90 have an additive bias, but none beside lists, and in the backward none beside a cap.
-            let kernels_bias =
-                arch != Some(Arch::Sm80) && case.blocks.is_none() && (case.softcap == 0.0 || pass == Pass::Forward);
+            // They have an additive bias, but none beside lists, and in the backward none beside a cap.
+            let kernels_bias = case.blocks.is_none() && (case.softcap == 0.0 || pass == Pass::Forward);
             if !fp8 && (!for_gpu || kernels_bias) {
                 case = random::biased(case, bias);
             }
-            // Those for sm90 have dropout, but none beside lists, and beside windows up to some head dim.
+            // And dropout, but none beside lists. Those for sm80 have none of packed sequences, and those for sm90 beside windows
+            // up to some head dim.
             let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
-            let kernels_drop =
-                arch != Some(Arch::Sm80) && case.blocks.is_none() && widest <= widest_with_dropout(&case);
+            let kernels_drop = case.blocks.is_none()
+                && match arch {
+                    Some(Arch::Sm80) => case.packing.is_none(),
+                    _ => widest <= widest_with_dropout(&case),
+                };
             if !fp8 && (!for_gpu || kernels_drop) {
                 case.dropout = dropout;
             }
@@ -579,7 +582,7 @@ mod tests {
             let with = |problem: &&Problem| problem.pass == pass && !problem.case.bias.is_none();
             assert!(on_gpu.iter().filter(with).count() > 20, "{pass:?}");
             for problem in on_gpu.iter().filter(with) {
-                assert!(problem.arch != Some(Arch::Sm80) && problem.case.blocks.is_none(), "{}", problem.case);
+                assert!(problem.case.blocks.is_none(), "{}", problem.case);
                 assert!(pass == Pass::Forward || problem.case.softcap == 0.0, "{}", problem.case);
             }
             let of_pass = || on_cpu.iter().filter(|problem| problem.pass == pass);
@@ -622,10 +625,13 @@ mod tests {
         let dropping = || on_gpu.iter().filter(|problem| problem.case.dropout != 0.0);
         assert!(dropping().count() > 20, "{}", dropping().count());
         for problem in dropping() {
-            assert!(problem.arch != Some(Arch::Sm80) && problem.case.blocks.is_none(), "{}", problem.case);
+            assert!(problem.case.blocks.is_none(), "{}", problem.case);
             let dims = problem.case.dims;
             let widest = dims.head_dim_qk.max(dims.head_dim_vo);
-            assert!(widest <= widest_with_dropout(&problem.case), "{}", problem.case);
+            match problem.arch {
+                Some(Arch::Sm80) => assert!(problem.case.packing.is_none(), "{}", problem.case),
+                _ => assert!(widest <= widest_with_dropout(&problem.case), "{}", problem.case),
+            }
         }
         for pass in [Pass::Forward, Pass::Backward] {
             let of_pass = || on_cpu.iter().filter(|problem| problem.pass == pass);

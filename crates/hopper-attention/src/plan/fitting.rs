@@ -75,7 +75,7 @@ pub(super) fn fitting<'a>(
     rows: &'a [KernelInfo],
 ) -> Result<Vec<&'a KernelInfo>> {
     let dims = problem.dims();
-    let (dtype, class) = (problem.dtype(), mask_class(problem));
+    let dtype = problem.dtype();
     if rows.is_empty() {
         // A build with few features may have the kernels of one pass alone.
         let (kernels, other) = match pass {
@@ -167,6 +167,15 @@ pub(super) fn fitting<'a>(
         |row| row.scores != DType::F16 || problem.allows_half_scores(),
         |_| (format!("{dtype} operands without half_scores on a GPU"), "with half_scores".into()),
     )?;
+    let class = match mask_class(problem) {
+        // The sm80 kernels with dropout are those that add a bias.
+        MaskClass::Full | MaskClass::Causal
+            if problem.drops().is_some() && rows.iter().all(|row| row.arch == Arch::Sm80) =>
+        {
+            MaskClass::Window
+        }
+        class => class,
+    };
     let rows = filter_rows(
         rows,
         |row| row.mask == class,

@@ -783,3 +783,17 @@ fn packed_e4m3_problems_take_the_row_that_packs() {
     let refused = refused(&problem, &H100, &rows[..1]);
     assert!(refused.contains("packed sequences"), "{refused}");
 }
+
+/// The sm80 kernels with dropout are of class window, whatever the mask.
+#[test]
+fn dropout_of_sm80_takes_rows_of_class_window() {
+    let rows: Vec<_> = table()
+        .into_iter()
+        .map(|row| KernelInfo { arch: Arch::Sm80, drops: [row.mask == MaskClass::Window, false], ..row })
+        .collect();
+    for mask in [Mask::Full, Mask::causal(), Mask::window(Some(5), None)] {
+        let dropped = problem(DIMS, mask).to_builder().dropout(Some(crate::problem::Dropout::new(0.5).unwrap()));
+        let chosen = select(&dropped.build().unwrap(), &H100, &rows).unwrap();
+        assert_eq!((chosen.kernel.mask, chosen.kernel.arch), (MaskClass::Window, Arch::Sm80));
+    }
+}

@@ -25,8 +25,8 @@ use crate::operand::SlotSet;
 /// - A bias of NaN or +inf of a pair that the mask keeps makes the results of its query NaN. It reaches no other query.
 /// - Any type goes with Q, K and V of any type but e4m3. The bias is widened to f32 before it is added.
 ///
-/// Packed sequences and used lengths have no bias yet. GPUs compute it with the sm90 kernels alone, and not beside lists of blocks,
-/// nor gradients beside a softcap: a plan refuses these by name.
+/// Packed sequences and used lengths have no bias yet. GPUs have none beside lists of blocks, and no gradients beside a softcap: a
+/// plan refuses these by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use]
 pub struct Bias {
