@@ -483,7 +483,7 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
 
 /// Whether a row has one more kernel for dropout, which draws random numbers while products run (sm90/fwd/traits.hpp).
 fn has_own_dropout(row: &KernelInfo) -> bool {
-    let has_registers = row.head_dim_vo() <= if row.mask() == MaskClass::Window { 64 } else { 128 };
+    let has_registers = row.head_dim_qk() <= if row.mask() == MaskClass::Window { 64 } else { 128 };
     row.arch() == Arch::Sm90 && row.pass() == Pass::Forward && row.drops(false) && has_registers
 }
 
