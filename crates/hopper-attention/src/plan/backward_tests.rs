@@ -62,10 +62,19 @@ fn rows_for_capped_scores_are_for_them_alone() {
     assert_eq!(refused(50.0, &rows()), text);
     let text = "unsupported: backward sm90 kernels for bf16 without softcap, alibi, bias, max_logits and dropout; nearest: with one of them";
     assert_eq!(refused(0.0, &both[6..]), text);
-    let forward = ForwardProblem::builder(DType::BF16, DIMS).bias(Some(crate::problem::Bias::new(DType::F16)));
-    let biased = BackwardProblem::builder(&forward.build().unwrap()).d_bias(true).build().unwrap();
-    let text = "unsupported: a bias with backward sm90 kernels for bf16; nearest: Device::cpu(), or no bias";
-    assert_eq!(select_backward(&biased, &H100, &both).unwrap_err().to_string(), text);
+    // So does a bias. Rows that add one are of class window, and have no cap beside it.
+    let biased = |softcap| {
+        let forward = ForwardProblem::builder(DType::BF16, DIMS).bias(Some(crate::problem::Bias::new(DType::F16)));
+        BackwardProblem::builder(&forward.softcap(softcap).build().unwrap()).d_bias(true).build().unwrap()
+    };
+    let text = "unsupported: a bias with backward sm90 kernels for bf16; nearest: no bias, or Device::cpu()";
+    assert_eq!(select_backward(&biased(0.0), &H100, &rows()).unwrap_err().to_string(), text);
+    let adding = |row| KernelInfo { adds_bias: true, mask: MaskClass::Window, ..row };
+    let adding: Vec<_> = with(Modifiers::Always).map(adding).collect();
+    assert!(select_backward(&biased(0.0), &H100, &adding).unwrap().kernel.adds_bias());
+    let text = "unsupported: softcap and a bias together with backward sm90 kernels for bf16; \
+                nearest: one of the two, or Device::cpu()";
+    assert_eq!(select_backward(&biased(30.0), &H100, &adding).unwrap_err().to_string(), text);
     // ALiBi needs such a row, too. The maximum logit is no matter of gradients.
     let of = |alibi: bool, softcap: f32| {
         let forward = ForwardProblem::builder(DType::BF16, DIMS).mask(Mask::causal()).softcap(softcap);

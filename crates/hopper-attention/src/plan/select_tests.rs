@@ -659,16 +659,16 @@ fn more_tiles_than_a_kernel_counts_are_refused() {
 fn a_bias_takes_rows_that_add_it() {
     let bias = crate::problem::Bias::new(DType::F32).per_head(true);
     let biased = problem(DIMS, Mask::causal()).to_builder().bias(Some(bias)).build().unwrap();
-    let text = "unsupported: a bias with sm90 kernels for bf16; nearest: no bias, or Device::cpu()";
-    assert_eq!(refused(&biased, &H100, &table()), text);
-    let modified = |adds_bias| -> Vec<KernelInfo> {
-        table().into_iter().map(|row| KernelInfo { modifiers: Modifiers::Always, adds_bias, ..row }).collect()
+    let rows = |modifiers, adds_bias| -> Vec<KernelInfo> {
+        table().into_iter().map(|row| KernelInfo { modifiers, adds_bias, ..row }).collect()
     };
+    let text = "unsupported: a bias with sm90 kernels for bf16; nearest: no bias, or Device::cpu()";
+    assert_eq!(refused(&biased, &H100, &rows(Modifiers::Never, false)), text);
     let text =
         "unsupported: a bias with sm90 kernels for bf16, window, head_dim 128/128; nearest: no bias, or Device::cpu()";
-    assert_eq!(refused(&biased, &H100, &modified(false)), text);
+    assert_eq!(refused(&biased, &H100, &rows(Modifiers::Always, false)), text);
     // Those of class window do, whatever the mask.
-    let kernel = select(&biased, &H100, &modified(true)).unwrap().kernel;
+    let kernel = select(&biased, &H100, &rows(Modifiers::Always, true)).unwrap().kernel;
     assert!(kernel.adds_bias() && kernel.mask == MaskClass::Window);
     let plain = biased.to_builder().bias(None).build().unwrap();
     assert!(select(&plain, &H100, &table()).is_ok());
