@@ -250,11 +250,11 @@ pub struct FuzzArgs {
     #[arg(long, value_name = "KIND")]
     pub block_mask: Option<Blocks>,
     /// The bias of all problems but those of e4m3 operands, packed sequences or used lengths: none, or as `random` has it [default:
-    /// drawn, on the CPU. GPUs refuse it]
+    /// drawn, one problem in three has one]
     #[arg(long, value_name = "KIND")]
     pub bias: Option<Bias>,
-    /// The probability of dropout of all problems but those of e4m3 operands; 0: none [default: drawn on the CPU, one problem in
-    /// four has some; none on a GPU]
+    /// The probability of dropout of all problems but those of e4m3 operands; 0: none [default: drawn, one problem in four
+    /// has some]
     #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_dropout)]
     pub dropout: Option<Dropout>,
     /// Ask all problems but those of e4m3 operands for the maximum logits [default: drawn, one problem in five has them]

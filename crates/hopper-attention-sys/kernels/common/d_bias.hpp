@@ -16,6 +16,7 @@
 #include "common/around.hpp"
 #include "common/bias.hpp"
 #include "common/dropout.hpp"
+#include "common/fragment.hpp"
 #include "common/launch.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
