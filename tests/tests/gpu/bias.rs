@@ -74,8 +74,10 @@ fn spoiled(row: &KernelInfo, input: Input, mask: MaskClass) -> impl Iterator<Ite
     let case = case.head_dim_vo(row.head_dim_vo());
     let biases = ["f32:hq:hidden", "bf16:q:mask", "f16:bhq:hidden", "f32::mask", "bf16:bh:lowest"];
     let biases = biases.map(|bias| bias.parse::<Bias>().expect("a bias"));
-    Garbage::ALL
-        .into_iter()
+    // Each kind of garbage meets one mask.
+    let of_mask = Garbage::ALL.into_iter().enumerate().filter(move |(i, _)| MASKS[(i + input as usize) % 3] == mask);
+    of_mask
+        .map(|(_, garbage)| garbage)
         .zip(biases.into_iter().cycle())
         .map(move |(garbage, bias)| Case { values: Values::Garbage(input, garbage), ..case.clone() }.bias(bias))
 }

@@ -3,7 +3,9 @@
 // a result.
 //
 // A kernel keeps a product q k, or what a cap makes of it, and multiplies it by a factor to be in powers of two
-// (forward_factor and backward_factor in scalars.hpp). The bias is brought to the unit of what is kept (bias_unit_of).
+// (forward_factor and backward_factor in scalars.hpp). A bias is added in powers of two, and the score is multiplied
+// for that: what comes later multiplies it by 1. So a bias far below 0 that all of a row has cancels exactly: in the
+// forward against the row's maximum, in the backward against the LSE, which was rounded as the bias is.
 //
 // Threads read the numbers of their scores from memory, in the order of the accumulator. Two scores of a lane are of
 // neighbouring keys in the forward, and are read in one access where they lie so. In the backward they are of
@@ -25,17 +27,6 @@ namespace hattn {
 template <class Params>
 CUTE_HOST_DEVICE bool has_bias(Params const& params) {
   return params.bias.address != 0;
-}
-
-// A bias of 1 in the unit of what is kept of a score. `factor` brings that to powers of two.
-template <class Params>
-CUTE_HOST_DEVICE float bias_unit_of(Params const& params, float factor) {
-  constexpr float kLog2E = 1.44269504088896341F;
-#ifdef __CUDA_ARCH__
-  return has_bias(params) ? __fdiv_rn(kLog2E, factor) : 0.0F;
-#else
-  return has_bias(params) ? kLog2E / factor : 0.0F;
-#endif
 }
 
 // The bias of one head.
@@ -79,9 +70,10 @@ struct BiasOfHead {
   CUTE_DEVICE float one(int query, int key) const { return value(bits(at(query, key))); }
 };
 
-// What becomes of a score. `hidden`: of a bias of -inf.
-CUTE_DEVICE float with_bias(float score, float bias, float unit, float hidden) {
-  return bias == -INFINITY ? hidden : fmaf(bias, unit, score);
+// What becomes of a score that `factor` brings to powers of two. `hidden`: of a bias of -inf.
+CUTE_DEVICE float with_bias(float score, float factor, float bias, float hidden) {
+  constexpr float kLog2E = 1.44269504088896341F;
+  return bias == -INFINITY ? hidden : fmaf(score, factor, bias * kLog2E);
 }
 
 // Adds the bias to a thread's scores of one row of a block of the forward: elements (c, kRow, i) are of the key
@@ -90,7 +82,7 @@ CUTE_DEVICE float with_bias(float score, float bias, float unit, float hidden) {
 // is masked later. kAtATime: how many of the accumulator's columns the compiler may begin with. It would begin with all
 // of them, and spill.
 template <bool kRagged, int kRow, int kColumns, int kAtATime, class Scores>
-CUTE_DEVICE void add_bias_of_row(Scores& scores, std::uint64_t numbers, DType dtype, float unit, int left) {
+CUTE_DEVICE void add_bias_of_row(Scores& scores, float factor, std::uint64_t numbers, DType dtype, int left) {
   static_assert(kColumns / 8 % kAtATime == 0);
   // Some columns after the others: their addresses are known when the scores before them are.
   auto const go_on = [&](int begin) __attribute__((always_inline)) {
@@ -102,8 +94,8 @@ CUTE_DEVICE void add_bias_of_row(Scores& scores, std::uint64_t numbers, DType dt
   auto const add = [&](int i, float x, float y) __attribute__((always_inline)) {
     float& first = scores(4 * i + 2 * kRow);
     float& second = scores(4 * i + 2 * kRow + 1);
-    first = with_bias(first, x, unit, -INFINITY);
-    second = with_bias(second, y, unit, -INFINITY);
+    first = with_bias(first, factor, x, -INFINITY);
+    second = with_bias(second, factor, y, -INFINITY);
   };
   if (dtype == DType::F32) {
     CUTE_UNROLL
@@ -154,15 +146,15 @@ CUTE_DEVICE void add_bias_of_row(Scores& scores, std::uint64_t numbers, DType dt
 // The same of both of its rows, `row` and 8 after it. Rows past the last get any number: nobody reads them.
 // `of_head()` is the BiasOfHead, read anew: registers are short.
 template <bool kRagged, int kColumns, int kAtATime, class Scores, class OfHead>
-CUTE_DEVICE void add_bias(Scores& scores, OfHead const& of_head, float unit, int row, int seqlen_q, int first_key,
+CUTE_DEVICE void add_bias(Scores& scores, float factor, OfHead const& of_head, int row, int seqlen_q, int first_key,
                           int quad_lane, int seqlen_kv) {
   int const key = first_key + 2 * quad_lane;
   BiasOfHead const first = of_head();
-  add_bias_of_row<kRagged, 0, kColumns, kAtATime>(scores, first.at(cute::min(row, seqlen_q - 1), key), first.dtype,
-                                                  unit, seqlen_kv - key);
+  add_bias_of_row<kRagged, 0, kColumns, kAtATime>(scores, factor, first.at(cute::min(row, seqlen_q - 1), key),
+                                                  first.dtype, seqlen_kv - key);
   BiasOfHead const second = of_head();
-  add_bias_of_row<kRagged, 1, kColumns, kAtATime>(scores, second.at(cute::min(row + 8, seqlen_q - 1), key),
-                                                  second.dtype, unit, seqlen_kv - key);
+  add_bias_of_row<kRagged, 1, kColumns, kAtATime>(scores, factor, second.at(cute::min(row + 8, seqlen_q - 1), key),
+                                                  second.dtype, seqlen_kv - key);
   // The numbers of the block before this one, which comes next.
   if (first_key >= kColumns) {
     BiasOfHead const bias = of_head();
@@ -181,7 +173,7 @@ CUTE_DEVICE void add_bias(Scores& scores, OfHead const& of_head, float unit, int
 // The same of transposed scores: element (c, r, i) is of key `key` + 8 r, and of query `query` + 8 i + c. `hidden` is
 // what becomes of a score with a bias of -inf.
 template <int kColumns, int kAtATime, class Scores, class OfHead>
-CUTE_DEVICE void add_bias_transposed(Scores& scores, OfHead const& of_head, float unit, int key, int seqlen_kv,
+CUTE_DEVICE void add_bias_transposed(Scores& scores, float factor, OfHead const& of_head, int key, int seqlen_kv,
                                      int query, int seqlen_q, float hidden) {
   static_assert(kColumns / 8 % kAtATime == 0);
   CUTE_UNROLL
@@ -203,7 +195,7 @@ CUTE_DEVICE void add_bias_transposed(Scores& scores, OfHead const& of_head, floa
       CUTE_UNROLL
       for (int i = 0; i < 2 * kAtATime; ++i) {
         float& score = scores(4 * (begin + i / 2) + 2 * r + i % 2);
-        score = with_bias(score, bias.value(bits[i]), unit, hidden);
+        score = with_bias(score, factor, bias.value(bits[i]), hidden);
       }
     }
   }

@@ -86,7 +86,6 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
 
   Band const band = band_of_launch(params);
   float const factor = backward_factor(params);
-  float const unit = bias_unit_of(params, factor);
   float const of_dropout = dropout_factor(params);
   int const first_key = key_tile * kRows;
   int const group = params.heads_q / params.heads_kv;
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
               if (has_alibi(params)) {
                 score = with_alibi(score, slope, query + params.diagonal_offset - key);
               }
-              float const p = statistics.weight(fmaf(number, unit, score), factor, true);
+              float const p = statistics.weight(with_bias(score, factor, number, 0.0F), 1.0F, true);
               bool const drops = has_dropout(params) && dropout.drops(query, key, params.dropout.dropped);
               float const d_s = p * of_dropout * ((drops ? 0.0F : d_p(at)) + statistics.negative_delta());
               gradient(at) += statistics.has_nan() ? NAN : d_s;

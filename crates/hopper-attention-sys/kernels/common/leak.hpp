@@ -218,7 +218,6 @@ struct PlainOperands {
   Dropout dropout;
   int head;         // of all batch entries
   BiasOfHead bias;  // of address 0: none
-  float bias_unit;
 
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, int batch, int head) {
     int const kv_head = head / (params.heads_q / params.heads_kv);
@@ -234,8 +233,7 @@ struct PlainOperands {
             params.diagonal_offset,
             params.dropout,
             batch * params.heads_q + head,
-            kHides && hattn::has_bias(params) ? BiasOfHead::of(params, batch, head) : BiasOfHead{0, 0, DType::F32},
-            kHides ? bias_unit_of(params, forward_factor(params)) : 0.0F};
+            kHides && hattn::has_bias(params) ? BiasOfHead::of(params, batch, head) : BiasOfHead{0, 0, DType::F32}};
   }
   CUTE_DEVICE static PlainOperands of(FwdParams const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);
@@ -256,7 +254,7 @@ struct PlainOperands {
       float const kept = inner == 0.0F ? product : capped(product, inner);
       float score = with_alibi(kept, slope, query + diagonal - key);
       if (has_bias()) {
-        score = with_bias(score, bias.one(query, key), bias_unit, -INFINITY);
+        return with_bias(score, scale_log2, bias.one(query, key), -INFINITY);
       }
       return score * scale_log2;
     }

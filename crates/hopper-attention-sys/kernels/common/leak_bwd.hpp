@@ -295,6 +295,7 @@ struct RepairGradients {
   }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, int head, int query, int key, float s, float d_p) const {
     float slope = 1.0F;
+    float factor = backward_factor(params);
     if (params.softcap != 0.0F) {
       CappedScore const score = CappedScore::of(s * (inner_of(params) * kTwoLog2E));
       s = score.t;
@@ -306,10 +307,11 @@ struct RepairGradients {
     if constexpr (kHides) {
       if (has_bias(params)) {
         float const bias = BiasOfHead::of(params, batch, head).one(query, key);
-        s = with_bias(s, bias, bias_unit_of(params, backward_factor(params)), -INFINITY);
+        s = with_bias(s, factor, bias, -INFINITY);
+        factor = 1.0F;
       }
     }
-    float const p = of_query.weight(s, backward_factor(params), has_modifiers(params));
+    float const p = of_query.weight(s, factor, has_modifiers(params));
     bool const dropped = drops(head, query, key);
     return {p, p * dropout_factor(params) * ((dropped ? 0.0F : d_p) + of_query.negative_delta()) * slope,
             lists(head, query, key) && !of_query.is_empty(), !dropped};

@@ -33,7 +33,6 @@ struct FwdScalars {
   float scale_log2;   // forward_factor
   MaskEdges edges;
   Softcap softcap;
-  float bias_unit;  // bias.hpp
 };
 
 // Of a forward whose sequences have lengths that the device knows (sequences.hpp).
@@ -76,7 +75,6 @@ struct BwdScalars {
   int listed;              // entries of that list
   MaskEdges edges;
   Softcap softcap;
-  float bias_unit;  // bias.hpp
 };
 
 // What scores are multiplied by, to be in powers of two. Arithmetic flushes numbers below 2^-126 to 0, which would make
@@ -86,7 +84,8 @@ CUTE_HOST_DEVICE float exponent_factor(float softmax_scale) {
   return cute::min(cute::max(softmax_scale * kLog2E, 0x1p-126F), 0x1.fffffep127F);
 }
 
-// The softmax scale where something is divided by it (the LSE in the backward, a bias): no float that a problem may have makes the quotient overflow.
+// The softmax scale where something is divided by it (the LSE in the backward, a bias): no float that a problem may
+// have makes the quotient overflow.
 CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
 
 // What the forward multiplies a score by: a product q k, or what a cap makes of it.
@@ -148,7 +147,6 @@ inline FwdScalars fwd_scalars(FwdParams const& params) noexcept {
   scalars.lse = reinterpret_cast<float*>(params.lse.address);
   scalars.softcap = Softcap::of(params.softmax_scale, params.softcap);
   scalars.scale_log2 = forward_factor(params);
-  scalars.bias_unit = bias_unit_of(params, scalars.scale_log2);
   return scalars;
 }
 
@@ -181,7 +179,6 @@ BwdScalars bwd_scalars(BwdParams const& params) noexcept {
   scalars.head_dim_vo = params.head_dim_vo;
   scalars.softmax_scale = params.softmax_scale;
   scalars.scale_log2 = backward_factor(params);
-  scalars.bias_unit = bias_unit_of(params, scalars.scale_log2);
   scalars.softcap = Softcap::of(params.softmax_scale, params.softcap);
   scalars.key_sums = reinterpret_cast<float*>(params.key_sums);
   scalars.share_list = reinterpret_cast<void const*>(params.share_list);

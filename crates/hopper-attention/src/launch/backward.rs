@@ -150,6 +150,7 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
         dropout: dropout(problem.forward(), args),
         bias: operand(Slot::Bias),
         bias_dtype: sys::bias_dtype(problem.forward()),
-        d_bias: operand(Slot::DBias),
+        // (Of a gradient without elements a kernel would take a dimension of 0 for one that is shared.)
+        d_bias: if problem.forward().bias_shape().contains(&0) { Default::default() } else { operand(Slot::DBias) },
     })
 }

@@ -242,9 +242,10 @@ struct BwdMma {
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
             add_bias_transposed<kChunk, Traits::kBiasAtATime>(
-                scores.strip(strip), [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.head[stage]); },
-                scalars.bias_unit, n_pair * Traits::kKeys + 16 * strip + lane / 4, scalars.seqlen_kv,
-                m_chunk * kChunk + lane % 4 * 2, scalars.seqlen_q, masked);
+                scores.strip(strip), scalars.scale_log2,
+                [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.head[stage]); },
+                n_pair * Traits::kKeys + 16 * strip + lane / 4, scalars.seqlen_kv, m_chunk * kChunk + lane % 4 * 2,
+                scalars.seqlen_q, masked);
           }
         }
       }
@@ -287,6 +288,16 @@ struct BwdMma {
           }
         }
       } else {
+        // (A bias has brought scores to powers of two. Beside an LSE as far from 0 as a bias may be, the lift is lost:
+        // it is taken off and added again.)
+        float const scale_log2 = Traits::kAddsBias && has_bias(params) ? 1.0F : scalars.scale_log2;
+        auto const weight = [&](float score, float minus_lse) {
+          if constexpr (Traits::kAddsBias && Traits::kLift > 0) {
+            return exp2_approx(fmaf(score, scale_log2, minus_lse - Traits::kLift) + Traits::kLift);
+          } else {
+            return exp2_approx(fmaf(score, scale_log2, minus_lse));
+          }
+        };
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
           float4 const s = statistics(i);
@@ -294,8 +305,8 @@ struct BwdMma {
           for (int strip = 0; strip < kStrips; ++strip) {
             CUTE_UNROLL
             for (int r = 0; r < 2; ++r) {
-              float const p0 = exp2_approx(fmaf(scores(4 * i + 2 * r, strip), scalars.scale_log2, s.x));
-              float const p1 = exp2_approx(fmaf(scores(4 * i + 2 * r + 1, strip), scalars.scale_log2, s.z));
+              float const p0 = weight(scores(4 * i + 2 * r, strip), s.x);
+              float const p1 = weight(scores(4 * i + 2 * r + 1, strip), s.z);
               word(strip, i, r) = pack_pair<Element>(p0, p1);
               if constexpr (Traits::kHandsF32) {
                 store_weights(weights_at(strip, i, r), {p0, p1});

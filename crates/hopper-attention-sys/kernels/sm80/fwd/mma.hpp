@@ -267,8 +267,8 @@ struct Mma {
               CUTE_UNROLL
               for (int strip = 0; strip < kStrips; ++strip) {
                 add_bias<true, kTileN, Traits::kBiasAtATime>(
-                    scores.strip(strip),
-                    [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.tile.head); }, scalars.bias_unit,
+                    scores.strip(strip), scalars.scale_log2,
+                    [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.tile.head); },
                     own_row() + 16 * strip, band.seqlen_q, visits.block(visit) * kTileN, Traits::thread_index() % 4,
                     band.seqlen_kv);
               }
@@ -292,6 +292,8 @@ struct Mma {
           }
         };
         modify();
+        // What brings scores to powers of two. (A bias has done it.)
+        auto scale_of_scores = [&]() { return Traits::kAddsBias && has_bias(params) ? 1.0F : scalars.scale_log2; };
         // Behind the mask.
         auto see_largest = [&]() {
           if (__builtin_expect(wants_max_logits(params), false)) {
@@ -299,7 +301,7 @@ struct Mma {
             for (int strip = 0; strip < kStrips; ++strip) {
               auto& strip_scores = scores.strip(strip);
               see_scores<kTileN>(
-                  strip_scores, scalars.scale_log2, [&]() { return own_row() + 16 * strip; }, band.seqlen_q,
+                  strip_scores, scale_of_scores(), [&]() { return own_row() + 16 * strip; }, band.seqlen_q,
                   storage.largest[Traits::thread_index() / 32]);
             }
           }
@@ -348,7 +350,7 @@ struct Mma {
             }
           }
           see_largest();
-          softmax.compared_block(scores, scalars.scale_log2, rescale_output);
+          softmax.compared_block(scores, scale_of_scores(), rescale_output);
           make_p();
           drop();
           if (Traits::kAddsBias) {

@@ -237,7 +237,9 @@ struct BwdMma {
             if constexpr (kForm == Form::FarWithBias) {
               capped.t = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, capped.t);
             }
-            p[c] = exp2_approx(fmaf(capped.t, scalars.scale_log2, minus_lse[c]));
+            // (A bias has brought it to powers of two.)
+            float const scale_log2 = Traits::kAddsBias ? 1.0F : scalars.scale_log2;
+            p[c] = exp2_approx(fmaf(capped.t, scale_log2, minus_lse[c]));
             p[c] = masked ? 0.0F : p[c];
             score = p[c] * capped.slope;
           }
@@ -325,7 +327,7 @@ struct BwdMma {
                                 static_cast<int>(storage.modifiers.slope_or_head[ring.stage]));
         };
         add_bias_transposed<kM, Traits::kBiasAtATime>(
-            tS, of_head, scalars.bias_unit, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
+            tS, scalars.scale_log2, of_head, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
             visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
       }
     };

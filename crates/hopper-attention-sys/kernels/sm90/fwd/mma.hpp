@@ -267,6 +267,8 @@ struct Mma {
         }
       }
     };
+    // What brings scores to powers of two. (A bias has done it.)
+    auto scale_of_scores = [&]() __attribute__((always_inline)) { return kAddsBias ? 1.0F : scalars.scale_log2; };
     // ALiBi, and the additive bias. ragged: whether the block may be the sequence's last.
     auto add_biases = [&]([[maybe_unused]] auto ragged, int visit) __attribute__((always_inline)) {
       add_alibi_bias(visit);
@@ -277,7 +279,7 @@ struct Mma {
                                 static_cast<int>(read_shared(tile.head)));
         };
         add_bias<decltype(ragged)::value, Traits::kTileN, Traits::kBiasAtATime>(
-            tSrS, of_head, scalars.bias_unit, own_row_anew(), scalars.seqlen_q, visits.block(visit) * Traits::kTileN,
+            tSrS, scalars.scale_log2, of_head, own_row_anew(), scalars.seqlen_q, visits.block(visit) * Traits::kTileN,
             thread_index_anew() & 3, scalars.seqlen_kv);
       }
     };
@@ -337,7 +339,7 @@ struct Mma {
     auto see_largest = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (wants_max_logits(params)) {
-          see_scores<Traits::kTileN>(tSrS, scalars.scale_log2, own_row_anew, queries_of(scalars, storage.tile[q.stage]),
+          see_scores<Traits::kTileN>(tSrS, scale_of_scores(), own_row_anew, queries_of(scalars, storage.tile[q.stage]),
                                      storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
         }
       }
@@ -370,7 +372,7 @@ struct Mma {
         listed_keys(kept, q.stage, k.stage);
         hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
         release_k();
-        softmax.first_masked_block(tSrS, scalars.scale_log2,
+        softmax.first_masked_block(tSrS, scale_of_scores(),
                                    {{cute::max(1, kept[0].count()), cute::max(1, kept[1].count())}});
         return;
       }
@@ -379,7 +381,7 @@ struct Mma {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());
-        softmax.first_masked_block(tSrS, scalars.scale_log2,
+        softmax.first_masked_block(tSrS, scale_of_scores(),
                                    keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
         see_references();
       } else if constexpr (!kAddsBias) {
@@ -430,7 +432,7 @@ struct Mma {
           mask_block(visit);
         }
         see_largest();
-        softmax.masked_block(tSrS, scalars.scale_log2, [&](float const(&factors)[2]) {
+        softmax.masked_block(tSrS, scale_of_scores(), [&](float const(&factors)[2]) {
           rescale[0] = factors[0];
           rescale[1] = factors[1];
         });
