@@ -481,12 +481,6 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
     function.contains(MAIN_KERNEL) && traits_arguments(function) == arguments
 }
 
-/// Whether a row has one more kernel for dropout, which draws random numbers while products run (sm90/fwd/traits.hpp).
-fn has_own_dropout(row: &KernelInfo) -> bool {
-    let has_registers = row.head_dim_qk() <= if row.mask() == MaskClass::Window { 64 } else { 128 };
-    row.arch() == Arch::Sm90 && row.pass() == Pass::Forward && row.drops(false) && has_registers
-}
-
 /// The list of kernels that a row is from.
 fn list(row: &KernelInfo) -> String {
     match row.dtype() {
@@ -522,8 +516,9 @@ fn every_row_is_compiled_as_planned() {
             let functions: Vec<_> = object.iter().filter(|(name, _)| is_kernel_of(row, name)).collect();
             // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
             // that pack have one more, too.
-            let mut sharing = usize::from(row.most_shares() > 1) + usize::from(row.packs());
-            sharing += usize::from(row.adds_bias()) + usize::from(has_own_dropout(row));
+            // Rows that add a bias have one more for it.
+            let sharing =
+                [row.most_shares() > 1, row.packs(), row.adds_bias()].into_iter().map(usize::from).sum::<usize>();
             let plain = usize::from(!has_one_tile(row));
             assert_eq!(
                 functions.len(),
@@ -535,8 +530,7 @@ fn every_row_is_compiled_as_planned() {
             let audit = |(function, compiled): &&(String, Compiled)| {
                 let shares = plain == 0 || function.contains("SharedTraits");
                 let packed = function.contains(&format!("Li{stages}ELb1E"));
-                let of = [("BiasTraits", ", bias"), ("DropoutTraits", ", dropout")];
-                let of = of.into_iter().find(|(traits, _)| function.contains(traits)).map_or("", |(_, name)| name);
+                let of = if function.contains("BiasTraits") { ", bias" } else { "" };
                 let line = format!(
                     "{row}{}: {} registers, {} instructions, {} matrix instructions",
                     [["", ", shared"], [", packed", ""]][usize::from(packed)][usize::from(shares)].to_string() + of,

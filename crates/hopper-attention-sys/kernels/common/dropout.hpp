@@ -23,7 +23,6 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
-#include "common/softcap.hpp"
 #include "common/thread.hpp"
 #include "kernels.hpp"
 
@@ -141,64 +140,6 @@ CUTE_DEVICE void drop_weights(Weights& weights, DropoutOfHead const& head, int d
     }
   }
 }
-
-// Which weights of a forward's block stay, drawn before the block's scores are known: a bit for each. A lane's pair of
-// neighbours number j (0 to 31 of 128 keys) has bits j % 16 and 16 + j % 16 of word j / 16.
-template <int kTileN>
-struct Decisions {
-  static constexpr int kPairs = kTileN / 4;  // of a lane's two rows
-  static constexpr int kWords = (kPairs + 15) / 16;
-  std::uint32_t words[kWords];
-
-  CUTE_DEVICE static Decisions draw(DropoutOfHead const& head, int dropped, int query, int first_key, int quad_lane) {
-    static_assert(kTileN % 32 == 0);
-    Decisions decisions{};
-    std::uint32_t const limits = dropout_limits(dropped);
-    auto query_patch = static_cast<std::uint32_t>(query / 16 * 8 + query % 8);
-    CUTE_UNROLL
-    for (int begin = 0; begin < kTileN; begin += 32) {
-      int const key_patch = (first_key + begin) / 32 * 8 + 2 * quad_lane;
-      if (begin > 0) {
-        // One part after the other: the compiler would begin with all of them, and spill.
-        query_patch = after(decisions.words[(begin / 4 - 1) / 16], query_patch);
-      }
-      uint4 const first = head.words(key_patch, query_patch);
-      uint4 const second = head.words(key_patch + 1, query_patch);
-      auto const add = [&](int block, std::uint32_t a, std::uint32_t b) __attribute__((always_inline)) {
-        // In the order of the weights: row 0 of 8 keys, then row 1.
-        decisions.add(begin / 4 + 2 * block, a, b, 0x5410, limits);
-        decisions.add(begin / 4 + 2 * block + 1, a, b, 0x7632, limits);
-      };
-      add(0, first.x, second.x);
-      add(1, first.y, second.y);
-      add(2, first.z, second.z);
-      add(3, first.w, second.w);
-    }
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      asm volatile("" : "+r"(decisions.words[i]));  // here, and not where they are used
-    }
-    return decisions;
-  }
-
-  // Makes the dropped ones of packed weights 0.
-  template <class Weights>
-  CUTE_DEVICE void apply(Weights& weights) const {
-    CUTE_UNROLL
-    for (int pair = 0; pair < kPairs; ++pair) {
-      std::uint32_t const signs = words[pair / 16] << (15 - pair % 16);
-      std::uint32_t kept;
-      asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(signs));
-      weights(pair) &= kept;
-    }
-  }
-
- private:
-  CUTE_DEVICE void add(int pair, std::uint32_t a, std::uint32_t b, unsigned halves, std::uint32_t limits) {
-    std::uint32_t const sums = (__byte_perm(a, b, halves) & 0x7fff7fffU) + limits;
-    words[pair / 16] |= (sums & 0x80008000U) >> (15 - pair % 16);
-  }
-};
 
 // The same of a backward's block of kTileM queries from `first_query` on, whose rows are keys: those of a lane are
 // `key` and 8 after it. `kept(at, pair)` is called with the place of each pair among packed weights, and the bits of

@@ -55,12 +55,8 @@ struct RowTraits {
   static constexpr bool kIsPacked = false;  // whether these are the traits of that kernel
   static constexpr bool kPacks = false;     // whether the row has a kernel for sequences whose lengths the device knows
   static constexpr Modifiers kModifiers = Modifiers::Never;
-  // Whether the row takes dropout, whether it has a kernel of its own for it, and whether these are the traits of a
-  // kernel that takes it.
-  static constexpr bool kTakesDropout = false;
-  static constexpr bool kOwnDropout = false;
-  static constexpr bool kDrops = false;
-  static constexpr bool kDraws = false;  // whether that kernel draws random numbers while products run
+  static constexpr bool kTakesDropout = false;  // whether the row takes dropout
+  static constexpr bool kDrops = false;         // whether these are the traits of a kernel that does
   // Whether the row takes an additive bias, for which it has a kernel of its own, and whether these are its traits.
   static constexpr bool kTakesBias = false;
   static constexpr bool kAddsBias = false;
@@ -71,13 +67,6 @@ template <class Traits>
 struct BiasTraits : Traits {
   static constexpr bool kAddsBias = true;
   static constexpr bool kDrops = Traits::kTakesDropout;
-};
-
-// Of a row's own kernel for problems with dropout, and no additive bias.
-template <class Traits>
-struct DropoutTraits : Traits {
-  static constexpr bool kDrops = true;
-  static constexpr bool kDraws = true;
 };
 
 // A row's description, from its traits.

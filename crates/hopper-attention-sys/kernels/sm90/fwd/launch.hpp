@@ -26,9 +26,6 @@ struct FwdLaunch {
     if constexpr (!Traits::kShares) {
       status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     }
-    if constexpr (Traits::kOwnDropout) {
-      status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Traits>>, Traits::kSmemBytes) : status;
-    }
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
     }
@@ -74,13 +71,6 @@ struct FwdLaunch {
       if constexpr (Traits::kTakesBias) {
         if (has_bias(params)) {
           fwd_kernel<BiasTraits<Traits>><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
-              params, scalars, map_q, map_k, map_v, map_o);
-          return;
-        }
-      }
-      if constexpr (Traits::kOwnDropout) {
-        if (has_dropout(params)) {
-          fwd_kernel<DropoutTraits<Traits>><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
               params, scalars, map_q, map_k, map_v, map_o);
           return;
         }

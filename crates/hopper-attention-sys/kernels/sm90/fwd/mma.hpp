@@ -283,18 +283,6 @@ struct Mma {
             thread_index_anew() & 3, scalars.seqlen_kv);
       }
     };
-    // Kernels that draw random numbers while products run (Traits::kDraws): of the block whose scores are under way.
-    auto draw = [&](int visit) __attribute__((always_inline)) {
-      if constexpr (Traits::kDraws) {
-        auto const& tile = storage.tile[q.stage];
-        auto const head = static_cast<int>(read_shared(tile.batch) * params.heads_q + read_shared(tile.head));
-        return Decisions<Traits::kTileN>::draw(DropoutOfHead::of(params.dropout, head), params.dropout.dropped,
-                                               own_row_anew(), visits.block(visit) * Traits::kTileN,
-                                               thread_index_anew() & 3);
-      } else {
-        return 0;
-      }
-    };
     // Behind make_p.
     auto drop = [&](int visit) __attribute__((always_inline)) {
       if constexpr (Traits::kDrops) {
@@ -418,7 +406,6 @@ struct Mma {
       issue_scores();
       issue_output();
       Turns::pass(consumer);
-      [[maybe_unused]] auto const decisions = draw(visit);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       float rescale[2];
@@ -471,11 +458,7 @@ struct Mma {
         softmax.add(sums);
       }
       make_p();
-      if constexpr (Traits::kDraws) {
-        decisions.apply(tOrP);
-      } else {
-        drop(visit);
-      }
+      drop(visit);
     };
 
     Turns::begin(consumer);

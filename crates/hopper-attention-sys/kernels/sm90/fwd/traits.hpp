@@ -124,10 +124,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Two edges and dropout take more registers than there are above head dim 128, and of packed sequences above 64.
   static constexpr bool kTakesDropout =
       kModified && (kMask != MaskClass::Window || (!kWritesOutput && !(kPacked && kHeadDimQK > 64)));
-  // Large head dims leave no registers for what is drawn ahead, and neither do two edges.
-  static constexpr bool kOwnDropout =
-      kTakesDropout && !kPacked && !kWritesOutput && (kMask != MaskClass::Window || kHeadDimQK <= 64);
-  static constexpr bool kDrops = kTakesDropout && !kOwnDropout;
+  static constexpr bool kDrops = kTakesDropout;
   // Reading the bias takes most of the time, whatever the mask and the head dim. So few kernels do it, with any mask.
   static constexpr bool kTakesBias =
       kModified && !kPacked && kMask == MaskClass::Window && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
