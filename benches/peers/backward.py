@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 
+import additive
 import dropout
 import entry
 
@@ -36,7 +37,7 @@ class EntryBackward:
     def prepare(self, p, given):
         torch = self.torch
         if given["o"] is None:
-            raise RuntimeError(f"no forward gave the O and the LSE of the pairs that {self.name} keeps")
+            raise RuntimeError(given["why"])
         empty = lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).fill_(float("nan"))
         self.gradients = tuple(empty(given[name]) for name in ("q", "k", "v"))
         tensors = {name: given[name] for name in ("q", "k", "v", "o", "d_o")}
@@ -45,6 +46,10 @@ class EntryBackward:
         stream = torch.cuda.current_stream().cuda_stream
         self.more = [of(p, torch) for of in (self.library.slopes, self.library.lists, self.library.state)]
         self.args = entry.filled(entry.BackwardArgs, p, tensors, given["lse"], stream, self.offsets, *self.more)
+        if given.get("bias") is not None:
+            additive.give(self.args, p, given["bias"], self.library)
+            self.gradients += (torch.full_like(given["bias"], float("nan")),)
+            self.args.d_bias = self.gradients[3].data_ptr()
         self.given = given  # what the addresses lead to
         code, need = self.library.backward_workspace(self.args)
         self.refuse(code)
@@ -71,14 +76,27 @@ class AutogradBackward:
 
     def prepare(self, p, given):
         torch = self.torch
-        self.leaves = tuple(given[name].detach().requires_grad_() for name in ("q", "k", "v"))
+        inputs = [given[name] for name in ("q", "k", "v")]
+        if given.get("bias") is not None:
+            own = getattr(self.inner, "leaf", lambda p, bias, q: bias)
+            inputs.append(own(p, given["bias"], given["q"]))
+        self.leaves = tuple(x.detach().requires_grad_() for x in inputs)
         with torch.enable_grad():
             self.inner.prepare(p, *self.leaves)
             with self.inner.context():
-                self.o = self.inner.call()
+                self.o = self.forward()
         # In the order of its own output, so that no copy of it is timed.
         d_o = given["d_o"]
         self.d_o = torch.empty_strided(self.o.size(), self.o.stride(), dtype=d_o.dtype, device=d_o.device).copy_(d_o)
+
+    def forward(self):
+        try:
+            return self.inner.call()
+        except RuntimeError as error:
+            # How PyTorch says that a backend takes no mask whose gradient is asked for.
+            if len(self.leaves) == 4 and any(words in str(error) for words in ("No available kernel", "not differentiable")):
+                raise RuntimeError(f"{entry.STATUS[2]}: with a gradient of attn_mask: {error}") from error
+            raise
 
     def context(self):
         return self.inner.context()
@@ -92,13 +110,13 @@ def contestant(x, torch):
     return EntryBackward(x) if hasattr(x, "library") else AutogradBackward(x, torch)
 
 
-def saved(p, q, k, v, forwards, judge, torch):
+def saved(p, q, k, v, forwards, judge, torch, bias=None):
     """O, laid out as Q, and the contiguous LSE: of the first library with the C entry whose forward is right, else of
     PyTorch's FlashAttention-2. `judge` complains of a forward's output. Raises a RuntimeError when there is none."""
     why = []
     for x in forwards:
         try:
-            x.prepare(p, q, k, v)
+            x.prepare(p, q, k, v, *([] if bias is None else [bias]))
             o = x.call()
             torch.cuda.synchronize()
             complaint = judge(x, o)
@@ -118,6 +136,7 @@ def flash_saved(p, q, k, v, torch):
     """O, laid out as Q, and the contiguous LSE of PyTorch's FlashAttention-2."""
     if "softcap" in p or p.get("alibi") or p.get("blocks"):
         raise RuntimeError("it has no softcap, no ALiBi and no blocks here")
+    additive.refuse("it", p)
     if p.get("dropout"):
         raise RuntimeError("it draws the pairs that dropout keeps itself")
     if entry.lengths(p) is not None:
@@ -147,7 +166,7 @@ def flash_saved_packed(p, q, k, v, torch):
     return o, lse[:, : q.size(1)].unsqueeze(0).contiguous()
 
 
-def oracle(p, q, k, v, d_o, torch, variances=None):
+def oracle(p, q, k, v, d_o, torch, variances=None, bias=None):
     """f64 gradients of the first and the last key head and their query heads, from the definition: (batch, key head,
     query heads, dQ [heads, seqlen, dim], dK [seqlen, dim], dV). With a list of `variances` they are those without dropout, and the
     list gets (dQ, dK, dV) with the variances over all draws of what dropout keeps."""
@@ -161,7 +180,8 @@ def oracle(p, q, k, v, d_o, torch, variances=None):
         one = range(kv, kv + 1)
         sides = [(of(q, x, heads), of(k, x, one)[0], of(v, x, one)[0], of(d_o, x, heads)) for x in sequences]
         several = len(sides) > 1
-        makes = [exact(p, *side, torch, heads.start, n if several else b, variances is not None) for n, side in enumerate(sides)]
+        more = variances is not None, bias
+        makes = [exact(p, *side, torch, heads.start, n if several else b, *more) for n, side in enumerate(sides)]
         d_q, d_k, d_v = zip(*(made for made, _ in makes))
         if variances is not None:
             of_q, of_k, of_v = zip(*(variance for _, variance in makes))
@@ -172,13 +192,13 @@ def oracle(p, q, k, v, d_o, torch, variances=None):
 
 def drawn(gradients, mean, variances):
     """Gradients, their mean over all draws and their variance, of each tensor and pair of batch and key head."""
-    d_q, d_k, d_v = gradients
+    d_q, d_k, d_v = gradients[:3]
     for (b, kv, heads, *means), of in zip(mean, variances):
         got = (d_q[b, :, heads.start : heads.stop].transpose(0, 1), d_k[b, :, kv], d_v[b, :, kv])
         yield from zip(got, means, of)
 
 
-def exact(p, q, keys, values, d_o, torch, first_head=0, batch=0, of_draws=False):
+def exact(p, q, keys, values, d_o, torch, first_head=0, batch=0, of_draws=False, bias=None):
     """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64, and their variances. `first_head`:
     that of q. `batch`: the number of the sequence. With `of_draws` there is no dropout; the variances, else None, are those that it
     has over all draws."""
@@ -194,12 +214,13 @@ def exact(p, q, keys, values, d_o, torch, first_head=0, batch=0, of_draws=False)
             some, gradient = of_head[rows], d_o_of_head[rows]
             scores, slope = entry.capped(p, scale * some @ keys.T, torch)
             scores = entry.biased(p, scores, head, own[rows], torch)
+            numbers = torch.arange(queries, device=q.device)[rows]
+            scores = additive.added(bias, scores, batch, head, numbers)
             if p["causal"]:
                 before = own[rows, None] - columns[None, :]
                 scores.masked_fill_((before < 0) | (before > p.get("window", s)), float("-inf"))
-            numbers = torch.arange(queries, device=q.device)[rows]
             scores = entry.unlisted(p, scores, numbers, torch)
-            weights = torch.softmax(scores, -1)
+            weights = additive.softmax(scores, bias, torch)
             d_p = gradient @ values.T
             if of_draws:
                 kept = 1.0
@@ -250,11 +271,28 @@ def whole(a, b, torch, by_head=False):
     return worst
 
 
-def check(gradients, reference, agreed, bounds, torch, normal=True):
+def of_bias(p, q, k, v, d_o, bias, torch):
+    """What the gradient of the bias is held against, see `additive.gradient`. Empty without a bias."""
+    if bias is None:
+        return []
+    columns = torch.arange(p["seqlen"], device=q.device)[None, :]
+    kept = lambda b, h, rows: dropout.kept(p, b, h, rows[:, None], columns, torch)
+    return additive.gradient(p, q, k, v, d_o, bias, kept, torch)
+
+
+def whole_bias(a, b, torch):
+    """`apart` of two gradients of a bias, a head at a time."""
+    worst = 0.0
+    for x, y in zip(a.flatten(0, 1), b.flatten(0, 1)):
+        worst = larger(worst, apart(x, y, torch))
+    return worst
+
+
+def check(gradients, reference, agreed, bounds, torch, normal=True, biases=()):
     """Errors of the gradients. `agreed` are some that passed before, or None. Where inputs are not normal, whole heads are compared in
-    place of blocks. Returns (numbers, complaint or None)."""
+    place of blocks. `biases`: of_bias. Returns (numbers, complaint or None)."""
     numbers = {"unwritten": sum(int(torch.isnan(x).sum()) for x in gradients), "slice": 0.0}
-    d_q, d_k, d_v = gradients
+    d_q, d_k, d_v = gradients[:3]
     blocks = dict.fromkeys(NAMES, 0.0)
     for b, kv, heads, *expected in reference:
         # A key head's queries' heads, then the key head itself, as [..., seqlen, dim].
@@ -263,15 +301,20 @@ def check(gradients, reference, agreed, bounds, torch, normal=True):
             norm = max(float(y.norm()), SMALLEST * math.sqrt(y.numel()))
             numbers["slice"] = larger(numbers["slice"], float((x.double() - y).norm()) / norm)
             blocks[name] = larger(blocks[name], apart(x, y, torch, not normal))
+    for b, h, rows, expected in biases:
+        got = gradients[3][b, h]
+        blocks["d_bias"] = larger(blocks.get("d_bias", 0.0), apart(got if rows is None else got[rows], expected, torch))
     numbers.update(blocks)
     if agreed is not None:
         numbers["cross"] = 0.0
-        for x, y in zip(gradients, agreed):
+        for x, y in zip(gradients[:3], agreed):
             numbers["cross"] = larger(numbers["cross"], whole(x, y, torch, not normal))
+        for x, y in zip(gradients[3:], agreed[3:]):
+            numbers["cross"] = larger(numbers["cross"], whole_bias(x, y, torch))
     if normal:
-        limits = {"slice": bounds["slice"], **dict.fromkeys(NAMES, bounds["block"]), "cross": bounds["cross"]}
+        limits = {"slice": bounds["slice"], **dict.fromkeys((*NAMES, "d_bias"), bounds["block"]), "cross": bounds["cross"]}
     else:
-        limits = {**dict.fromkeys(("slice", "d_q", "d_k", "cross"), WIDER * bounds["block"]), "d_v": bounds["block"]}
+        limits = {**dict.fromkeys(("slice", "d_q", "d_k", "d_bias", "cross"), WIDER * bounds["block"]), "d_v": bounds["block"]}
     wrong = [f"{key} {numbers[key]:.3g} > {limit:g}" for key, limit in limits.items() if key in numbers and not numbers[key] <= limit]
     if numbers["unwritten"]:
         wrong.append(f"{numbers['unwritten']} elements are NaN")
@@ -282,6 +325,7 @@ def check(gradients, reference, agreed, bounds, torch, normal=True):
 def changed(p, before, after, torch):
     """The names of gradients that are not what they were on the same inputs. They may be summed in any order, and so
     differ in their last bits."""
-    pairs = zip(NAMES, before, after)
-    moved = [name for name, x, y in pairs if not torch.equal(x, y) and not whole(y, x, torch) <= ULPS[p["dtype"]]]
+    pairs = zip((*NAMES, "d_bias"), before, after)
+    far = lambda name, x, y: (whole_bias if name == "d_bias" else whole)(y, x, torch)
+    moved = [name for name, x, y in pairs if not torch.equal(x, y) and not far(name, x, y) <= ULPS[p["dtype"]]]
     return moved

@@ -8,7 +8,7 @@ import os
 import dropout
 
 STATUS = {0: "ok", 1: "invalid argument", 2: "unsupported problem", 3: "a CUDA call failed"}
-DTYPES = {"f16": 0, "bf16": 1, "e4m3": 2}
+DTYPES = {"f16": 0, "bf16": 1, "e4m3": 2, "f32": 3}
 SCALINGS = {"tensor": 0, "head": 1, "block": 2}
 MASKS = {"full": 0, "causal": 1, "window": 2}
 WORKSPACE_BYTES = 16 << 20
@@ -21,8 +21,9 @@ PACKING = [("cu_seqlens", ctypes.c_void_p), ("longest", ctypes.c_int32), ("reser
 # What the structs of 16-bit operands have after that: slopes, lists of blocks, and the seed and the offset of dropout.
 LISTS = ["full_block_cnt", "full_block_idx", "mask_block_cnt"]
 MODIFIERS = [(name, ctypes.c_void_p) for name in ["alibi_slopes", *LISTS, "dropout_state"]]
-# And last the probability of dropout.
+# And the probability of dropout, and last the bias.
 MODIFIERS += [("dropout", ctypes.c_float), ("reserved_3", ctypes.c_int32)]
+MODIFIERS += [("bias", ctypes.c_void_p), ("bias_dtype", ctypes.c_int32), ("bias_dims", ctypes.c_int32)]
 # Queries of a block, and its keys.
 BLOCK = 128
 
@@ -63,6 +64,7 @@ class BackwardArgs(ctypes.Structure):
             ["q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"],
         ),
         *MODIFIERS,
+        ("d_bias", ctypes.c_void_p),
     ]
 
 
@@ -242,6 +244,8 @@ class Library:
         self.listed = listed is not None and listed() == 1
         drops = getattr(self._handle, "hattn_peer_drops", None)
         self.drops = drops is not None and drops() == 1
+        adds = getattr(self._handle, "hattn_peer_adds", None)
+        self.adds = adds is not None and adds() == 1
         self._error = getattr(self._handle, "hattn_peer_last_error", None)
         if self._error is not None:
             self._error.restype, self._error.argtypes = ctypes.c_char_p, []

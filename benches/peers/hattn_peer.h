@@ -20,8 +20,8 @@ enum {
 };
 
 /* dtype: the type of Q, K, V, O and their gradients. E4M3 is hattn_peer_fwd_fp8's alone, whose O has a type of its own.
- */
-enum { HATTN_PEER_F16 = 0, HATTN_PEER_BF16 = 1, HATTN_PEER_E4M3 = 2 };
+   F32 is that of a bias alone. */
+enum { HATTN_PEER_F16 = 0, HATTN_PEER_BF16 = 1, HATTN_PEER_E4M3 = 2, HATTN_PEER_F32 = 3 };
 
 /* mask. */
 enum {
@@ -69,6 +69,13 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
    and a key that docs/numerics.md defines, in both passes: its outputs are held against these. The sweep gives dropout
    only to libraries that export hattn_peer_drops. */
 
+/* bias, bias_dtype and bias_dims, after dropout: bias[b, h, i, j] is added to the score of query i and key j, after the
+   cap and before the mask. bias is the device address of a contiguous tensor of f16, bf16 or f32,
+   [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]. bias_dims says which of these are not 1: a sum of 1 (batch),
+   2 (heads) and 4 (queries). A bias of -inf hides a pair as the mask does: a query without a key has O = 0 and an LSE
+   of -inf. Of pairs that the mask hides it may be NaN. Null, or a struct that ends before it: there is no bias. The
+   sweep gives a bias only to libraries that export hattn_peer_adds. e4m3 operands and packed sequences have none. */
+
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head
    dimension has stride 1. A stride triple is {batch, seqlen, head}, in elements. */
@@ -110,6 +117,9 @@ typedef struct hattn_peer_fwd_args {
   int32_t const* dropout_state; /* device address of 4 words, or null */
   float dropout;                /* with dropout_state: above 0 and below 1 */
   int32_t reserved_3;           /* 0 */
+  void const* bias;             /* device address, or null */
+  int32_t bias_dtype;           /* with a bias: HATTN_PEER_F16, HATTN_PEER_BF16 or HATTN_PEER_F32 */
+  int32_t bias_dims;            /* with a bias: 0 to 7 */
 } hattn_peer_fwd_args;
 
 /* Enqueues one forward on the current device. Must not throw, exit, synchronise or keep the pointers. What can be done
@@ -165,6 +175,10 @@ typedef struct hattn_peer_bwd_args {
   int32_t const* dropout_state; /* device address of 4 words, or null */
   float dropout;                /* with dropout_state: above 0 and below 1 */
   int32_t reserved_3;           /* 0 */
+  void const* bias;             /* device address, or null */
+  int32_t bias_dtype;           /* with a bias: HATTN_PEER_F16, HATTN_PEER_BF16 or HATTN_PEER_F32 */
+  int32_t bias_dims;            /* with a bias: 0 to 7 */
+  void* d_bias;                 /* with a bias: its gradient, summed over what shares a number; null: not wanted */
 } hattn_peer_bwd_args;
 
 /* Optional: enqueues one backward on the current device, by the rules of hattn_peer_fwd. It may add up dQ in any order,
@@ -231,6 +245,9 @@ int hattn_peer_biases(void);
 
 /* Optional: 1 if hattn_peer_fwd, and hattn_peer_bwd if there is one, take dropout. */
 int hattn_peer_drops(void);
+
+/* Optional: 1 if hattn_peer_fwd takes a bias, and hattn_peer_bwd, if there is one, also gives its gradient. */
+int hattn_peer_adds(void);
 
 /* Optional: 1 if all functions that this library exports take packed sequences. */
 int hattn_peer_packs(void);

@@ -17,12 +17,14 @@ import time
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import additive
 import backward
 import dropout
 import entry
 import flex
 import fp8
 import inputs
+from sdpa import Sdpa, SdpaFlash, refuse_dims
 
 # Bounds of the check: relative Frobenius error against f64 (whole slice), the worst row against f64, the worst row
 # against another library, and the LSE's absolute error. A wrong mask or a lost block is two orders above them.
@@ -61,7 +63,7 @@ class Entry:
         with open(self.library.path, "rb") as file:
             return {"file": os.path.basename(self.library.path), "sha256": hashlib.sha256(file.read()).hexdigest()}
 
-    def prepare(self, p, q, k, v):
+    def prepare(self, p, q, k, v, bias=None):
         torch = self.torch
         self.offsets = self.library.offsets(p, torch)
         self.o = entry.like_output(p, q, torch).fill_(float("nan"))
@@ -70,6 +72,8 @@ class Entry:
         self.more = [of(p, torch) for of in (self.library.slopes, self.library.lists, self.library.state)]
         stream = torch.cuda.current_stream().cuda_stream
         self.args = entry.filled(entry.Args, p, tensors, self.lse, stream, self.offsets, *self.more)
+        additive.give(self.args, p, bias, self.library)
+        self.bias = bias  # what the address leads to
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
 
     def context(self):
@@ -86,93 +90,6 @@ class Dense(Entry):
     """Our library once more, on the dense batch of each packed point."""
 
 
-# Head dims that a peer takes where that of V is another than that of Q and K, and the largest that it takes where both are equal. A
-# call with others may fail in the middle of a kernel, or be given to another kernel without a word.
-PAIRS = {"cudnn": {(192, 128)}, "fa2": set(), "fa3": {(192, 128)}, "fa4": {(192, 128)}}
-LARGEST = 256
-
-
-def refuse_dims(name, p):
-    """Raises a RuntimeError where a peer has no kernel for the point's head dims."""
-    dims = p["head_dim"], entry.values(p)
-    if dims[0] != dims[1] and dims not in PAIRS.get(name, set()):
-        raise RuntimeError(f"{entry.STATUS[2]}: {name} is not asked for head dims {dims[0]} and {dims[1]}")
-    if max(dims) > LARGEST:
-        raise RuntimeError(f"{entry.STATUS[2]}: {name} takes head dims up to {LARGEST}")
-
-
-def refuse_softcap(name, p):
-    """Raises a RuntimeError where a peer that has no cap of the scores, no biases and no lists of blocks is asked for one."""
-    for what in ("softcap", "alibi", "blocks"):
-        if p.get(what):
-            raise RuntimeError(f"{entry.STATUS[2]}: {name} has no {what}")
-
-
-class Sdpa:
-    """One backend of PyTorch's scaled_dot_product_attention. It allocates its output, which so cannot be poisoned."""
-
-    role = "peer"
-    lse = None
-
-    def __init__(self, name, backend, torch):
-        self.name, self.backend = name, backend
-        self.version = torch.__version__
-        self.sdpa_kernel = torch.nn.attention.sdpa_kernel
-        self.attend = torch.nn.functional.scaled_dot_product_attention
-
-    def origin(self):
-        return {"file": "torch", "version": self.version}
-
-    def prepare(self, p, q, k, v):
-        refuse_softcap("this backend", p)
-        if entry.lengths(p) is not None:
-            raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives this backend no packed sequences")
-        if p.get("window") is not None:
-            raise RuntimeError(f"{entry.STATUS[2]}: this backend has no window")
-        if p["causal"] and entry.queries(p) != p["seqlen"]:
-            raise RuntimeError(f"{entry.STATUS[2]}: this backend's causal mask lies at the other corner")
-        refuse_dims(self.name, p)
-        # Views: SDPA's logical order is BHSD, and both backends take any strides with a unit inner one.
-        self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
-        self.keywords = {"is_causal": p["causal"]}
-        if p["heads_q"] != p["heads_kv"]:
-            self.keywords["enable_gqa"] = True
-        if p.get("dropout"):
-            self.keywords["dropout_p"] = dropout.probability(p)
-
-    def context(self):
-        return self.sdpa_kernel(self.backend)
-
-    def call(self):
-        return self.attend(*self.qkv, **self.keywords).transpose(1, 2)
-
-
-class SdpaFlash(Sdpa):
-    """PyTorch's FlashAttention-2. Packed sequences go to the operator itself, which gradients can be asked of, too."""
-
-    def __init__(self, torch):
-        super().__init__("fa2", torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch)
-        self.torch = torch
-
-    def prepare(self, p, q, k, v):
-        refuse_softcap("this backend", p)
-        refuse_dims(self.name, p)
-        self.packed = entry.lengths(p) is not None
-        if not self.packed:
-            return super().prepare(p, q, k, v)
-        offsets, longest = entry.offsets(p, self.torch), max(entry.lengths(p))
-        window = p.get("window")
-        self.qkv = tuple(x.squeeze(0) for x in (q, k, v))
-        # The ends and the longest of queries and of keys, dropout, causal, and no mask for a debugger.
-        self.lengths = (offsets, offsets, longest, longest, dropout.probability(p), p["causal"] and window is None, False)
-        self.keywords = {} if window is None else {"window_size_left": window, "window_size_right": 0}
-
-    def call(self):
-        if not self.packed:
-            return super().call()
-        return self.torch.ops.aten._flash_attention_forward(*self.qkv, *self.lengths, **self.keywords)[0].unsqueeze(0)
-
-
 class Flash:
     """A `flash_attn_func` of Dao-AILab's packages, and `flash_attn_varlen_func` for packed sequences; some give the LSE beside the
     output, some do not."""
@@ -187,8 +104,9 @@ class Flash:
     def origin(self):
         return {"file": self.package, "version": self.version}
 
-    def prepare(self, p, q, k, v):
+    def prepare(self, p, q, k, v, bias=None):
         refuse_dims(self.name, p)
+        additive.refuse(self.package, p)
         if p.get("blocks"):
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives {self.package} no blocks")
         self.function, self.qkv, self.keywords = self.dense, (q, k, v), {"causal": p["causal"]}
@@ -287,8 +205,11 @@ def load(job, torch):
                 missing.append({"name": name, "role": role, "error": sentence(error)})
     if job["python_peers"]:
         packages = python_peers(torch)
-        if any("softcap" in p or p.get("alibi") or p.get("blocks") for p in job.get("points", ())):
+        points = job.get("points", ())
+        if any("softcap" in p or p.get("alibi") or p.get("blocks") or p.get("bias") for p in points):
             packages["flex"] = lambda: flex.Flex(torch)
+        if any(p.get("bias") for p in points):
+            packages["efficient"] = lambda: Sdpa("efficient", torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch)
         for name, make in packages.items():
             if any(x.name == name for x in found):
                 continue  # a shared object stands for it
@@ -328,7 +249,7 @@ def operands(p, layout, torch):
     return [rounded(p, x, torch) for x in (q, k, v)]
 
 
-def oracle(p, q, k, v, torch, variances=None):
+def oracle(p, q, k, v, torch, variances=None, bias=None):
     """f64 attention of some rows (the first, the last and random ones) of three (batch, head) pairs. With a list of `variances`
     it is that without dropout, and the list gets the variance of each pair's rows over all draws of what dropout keeps."""
     s, keys = entry.queries(p), p["seqlen"]
@@ -348,13 +269,14 @@ def oracle(p, q, k, v, torch, variances=None):
         scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
         scores, _ = entry.capped(p, scores, torch)
         scores = entry.biased(p, scores, h, rows + (keys - s), torch)
+        scores = additive.added(bias, scores, b, h, rows)
         if p["causal"]:
             before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
             scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))
         scores = entry.unlisted(p, scores, rows, torch)
         if number is not None:
             scores.masked_fill_(number[rows, None] != number[None, :], float("-inf"))
-        weights, values, lse = torch.softmax(scores, -1), v[b, :, kv].double(), torch.logsumexp(scores, -1)
+        weights, values, lse = additive.softmax(scores, bias, torch), v[b, :, kv].double(), torch.logsumexp(scores, -1)
         if variances is None:
             weights = weights * dropout.kept_rows(p, b, h, rows, number, starts, torch)
         else:
@@ -405,7 +327,9 @@ def check(contestant, o, reference, agreed, bounds, torch, nan=None):
         slices.append(float((got - expected).norm() / expected.norm()))
         rows.append(worst_row(got, expected, torch))
         if contestant.lse is not None:
-            lses.append(float((contestant.lse[b, h, at].double() - lse).abs().max()))
+            # Both are -inf where a bias hides a whole row.
+            mine = contestant.lse[b, h, at].double()
+            lses.append(float((mine - lse).abs().masked_fill(mine == lse, 0.0).max()))
     # max() of a list with a NaN depends on the order; a NaN must win.
     worst = lambda values: next((x for x in values if math.isnan(x)), max(values))
     numbers["slice"], numbers["row"] = worst(slices), worst(rows)
@@ -478,16 +402,16 @@ class ForwardPoint:
 
     def __init__(self, p, layout, torch):
         self.p, self.torch = p, torch
-        self.qkv = operands(p, layout, torch)
-        self.reference, self.variances = oracle(p, *self.qkv, torch), []
+        self.qkv, self.bias = operands(p, layout, torch), additive.made(p, torch)
+        self.reference, self.variances = oracle(p, *self.qkv, torch, None, self.bias), []
         # Of peers that draw the pairs themselves.
-        self.mean = oracle(p, *self.qkv, torch, self.variances) if p.get("dropout") else None
+        self.mean = oracle(p, *self.qkv, torch, self.variances, self.bias) if p.get("dropout") else None
 
     def contestant(self, x):
         return x
 
     def prepare(self, x):
-        x.prepare(self.p, *self.qkv)
+        x.prepare(self.p, *self.qkv, *([] if self.bias is None else [self.bias]))
 
     def check(self, x, outputs, agreed):
         if dropout.is_own(self.p, x):
@@ -511,17 +435,19 @@ class BackwardPoint:
     def __init__(self, p, layout, forwards, torch):
         self.p, self.torch = p, torch
         forward = ForwardPoint(p, layout, torch)
-        q, k, v = forward.qkv
+        (q, k, v), bias = forward.qkv, forward.bias
         d_o = rounded(p, drawn(p, entry.queries(p), p["heads_q"], layout, torch, entry.values(p)), torch)
+        self.given = {"q": q, "k": k, "v": v, "o": None, "lse": None, "d_o": d_o, "bias": bias}
+        judge = lambda x, o: forward.check(x, (o,), None)[1]
         try:
-            o, lse = backward.saved(p, q, k, v, forwards, lambda x, o: forward.check(x, (o,), None)[1], torch)
-        except RuntimeError:
-            if not p.get("dropout"):
+            self.given["o"], self.given["lse"] = backward.saved(p, q, k, v, forwards, judge, torch, bias)
+        except RuntimeError as error:
+            if not (p.get("dropout") or p.get("bias")):
                 raise
-            o = lse = None  # whoever draws the pairs has a forward of its own
-        self.given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o}
-        self.reference, self.variances = backward.oracle(p, q, k, v, d_o, torch), []
-        self.mean = backward.oracle(p, q, k, v, d_o, torch, self.variances) if p.get("dropout") else None
+            self.given["why"] = str(error)  # peers in Python have a forward of their own
+        self.reference, self.variances = backward.oracle(p, q, k, v, d_o, torch, None, bias), []
+        self.mean = backward.oracle(p, q, k, v, d_o, torch, self.variances, bias) if p.get("dropout") else None
+        self.biases = backward.of_bias(p, q, k, v, d_o, bias, torch)
 
     def contestant(self, x):
         return backward.contestant(x, self.torch)
@@ -533,7 +459,7 @@ class BackwardPoint:
         if dropout.is_own(self.p, x):
             return dropout.check(self.p, backward.drawn(outputs, self.mean, self.variances), outputs, self.torch)
         normal = inputs.of(self.p) == "normal"
-        return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal)
+        return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal, self.biases)
 
     def changed(self, before, after):
         return backward.changed(self.p, before, after, self.torch)

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::sync::LazyLock;
 
-use hopper_attention::{Arch, Dropout, Slot};
+use hopper_attention::{Arch, Bias, DType, Dropout, Slot};
 
 pub use backward::{Backward, BackwardArgs, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bwd_workspace};
 pub use fp8::{Fp8Args, hattn_peer_fwd_fp8};
@@ -49,6 +49,54 @@ pub struct Args {
     pub full_block_idx: *const i32,
     pub mask_block_cnt: *const i32,
     pub dropping: Dropping,
+    pub biasing: Biasing,
+}
+
+/// An additive bias, after dropout. All 0 where there is none, and where a caller was compiled before there was.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct Biasing {
+    /// Contiguous: `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`.
+    pub bias: *const c_void,
+    pub bias_dtype: i32,
+    /// Which dimensions it has beside the keys: a sum of 1 (batch), 2 (heads) and 4 (queries).
+    pub bias_dims: i32,
+}
+
+impl Biasing {
+    /// No bias.
+    pub const NONE: Self = Self { bias: std::ptr::null(), bias_dtype: 0, bias_dims: 0 };
+
+    /// A bias of this form, contiguous at this address.
+    pub fn of(bias: *const c_void, form: Bias) -> Self {
+        let bias_dtype = match form.dtype() {
+            DType::F16 => 0,
+            DType::BF16 => 1,
+            _ => F32,
+        };
+        let own = [(form.is_per_batch(), 1), (form.is_per_head(), 2), (form.is_per_query(), 4)];
+        Self { bias, bias_dtype, bias_dims: own.into_iter().filter_map(|(own, bit)| own.then_some(bit)).sum() }
+    }
+
+    /// As problems take it.
+    fn option(&self) -> Result<Option<Bias>, Refused> {
+        if self.bias.is_null() {
+            return Ok(None);
+        }
+        let dtype = match self.bias_dtype {
+            0 => DType::F16,
+            1 => DType::BF16,
+            F32 => DType::F32,
+            other => return Err(problem::refused("bias_dtype", other, "0 (f16), 1 (bf16), 3 (f32)")),
+        };
+        if !(0..8).contains(&self.bias_dims) {
+            let allowed = "any sum of 1 (batch), 2 (heads) and 4 (queries)";
+            return Err(problem::refused("bias_dims", self.bias_dims, allowed));
+        }
+        let has = |bit| self.bias_dims & bit != 0;
+        Ok(Some(Bias::new(dtype).per_batch(has(1)).per_head(has(2)).per_query(has(4))))
+    }
 }
 
 /// Dropout, after the lists of blocks. All 0 where there is none, and where a caller was compiled before there was.
@@ -141,7 +189,7 @@ impl Numbers {
 }
 
 // The offsets that the header's compiler finds (peers/test_sweep.py compares that compiler with Python).
-const _: () = assert!(size_of::<Args>() == 288 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<Args>() == 304 && std::mem::offset_of!(Args, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Args, numbers) == 144 && std::mem::offset_of!(Args, stream) == 200);
 
 /// The size that the struct came with.
@@ -149,6 +197,8 @@ const OLDER_BYTES: usize = 224;
 
 /// `HATTN_PEER_E4M3`.
 const E4M3: i32 = 2;
+/// `HATTN_PEER_F32`, of a bias alone.
+const F32: i32 = 3;
 
 const OK: c_int = 0;
 const INVALID: c_int = 1;
@@ -245,6 +295,12 @@ pub extern "C" fn hattn_peer_drops() -> c_int {
     1
 }
 
+/// 1: the functions of this library take an additive bias, and the backward gives its gradient.
+#[unsafe(no_mangle)]
+pub extern "C" fn hattn_peer_adds() -> c_int {
+    1
+}
+
 /// One forward, enqueued on `args.stream` on the current CUDA context; returns a `HATTN_PEER_` status.
 ///
 /// # Safety
@@ -261,11 +317,11 @@ pub unsafe extern "C" fn hattn_peer_fwd(args: *const Args) -> c_int {
 }
 
 impl Args {
-    fn call(&self) -> Result<Call<12>, Refused> {
+    fn call(&self) -> Result<Call<13>, Refused> {
         let options = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.lse(!self.lse.is_null());
         let options = options.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
         let options = options.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
-        let options = options.dropout(self.dropping.option()?);
+        let options = options.dropout(self.dropping.option()?).bias(self.biasing.option()?);
         let [counts, indices, bits, full_counts, full] =
             Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
@@ -283,7 +339,8 @@ impl Args {
                 bits,
                 full_counts,
                 full,
-                Given::state(self.dropping.dropout_state),
+                Given::contiguous(Slot::DropoutState, self.dropping.dropout_state),
+                Given::contiguous(Slot::Bias, self.biasing.bias),
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,
@@ -406,8 +463,61 @@ mod tests {
         // SAFETY: a live struct that is at least as large as it says.
         let read = |struct_bytes| unsafe { read(&Args { struct_bytes, packing, ..args() }, OLDER_BYTES) };
         let read = |struct_bytes| read(struct_bytes).map(|args| (args.struct_bytes, args.packing.longest));
-        assert_eq!([224, 240, 288].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((288, 9))]);
+        assert_eq!([224, 240, 304].map(read), [Ok((224, 0)), Ok((240, 9)), Ok((304, 9))]);
         assert!(read(223).is_err_and(|Refused(_, text)| text == "struct_bytes 223; allowed: 224 and above"));
+    }
+
+    /// Two queries on two keys, of which the bias of -inf hides the second from the first query.
+    #[test]
+    fn a_bias_reaches_the_raw_layer() {
+        let (q, v) = ([0_u16; 2 * 16], [[0x3f80_u16; 16], [0x4040; 16]]); // 1 and 3
+        let (mut o, mut lse) = ([0x7fc0_u16; 2 * 16], [f32::NAN; 2]);
+        let bias = [0.0, f32::NEG_INFINITY, 1.0, 1.0];
+        let form = Bias::new(DType::F32).per_query(true);
+        let numbers = Numbers {
+            batch: 1,
+            seqlen_q: 2,
+            seqlen_kv: 2,
+            heads_q: 1,
+            heads_kv: 1,
+            head_dim_qk: 16,
+            head_dim_vo: 16,
+            dtype: 1,
+            softmax_scale: 0.25,
+            ..args().numbers
+        };
+        let stride = [32, 16, 16];
+        let args = Args {
+            q: q.as_ptr().cast(),
+            k: q.as_ptr().cast(),
+            v: v.as_ptr().cast(),
+            o: o.as_mut_ptr().cast(),
+            lse: lse.as_mut_ptr(),
+            q_stride: stride,
+            k_stride: stride,
+            v_stride: stride,
+            o_stride: stride,
+            numbers,
+            biasing: Biasing::of(bias.as_ptr().cast(), form),
+            ..args()
+        };
+        // SAFETY: live memory, as large as the shapes.
+        assert_eq!(args.call().and_then(|call| unsafe { call.run_on_cpu() }), Ok(()));
+        // The second query sees both: the mean is 2.
+        assert!(o[..16].iter().all(|&bits| bits == 0x3f80) && o[16..].iter().all(|&bits| bits == 0x4000), "{o:x?}");
+        assert!(lse[0].abs() < 1e-3 && (lse[1] - 1.0 - 2.0_f32.ln()).abs() < 1e-3, "{lse:?}");
+        for (biasing, part) in [
+            (Biasing { bias_dtype: 2, ..args.biasing }, "bias_dtype: 2; allowed: 0 (f16)"),
+            (Biasing { bias_dims: 8, ..args.biasing }, "bias_dims: 8; allowed: any sum of 1 (batch)"),
+        ] {
+            let refused = Args { biasing, ..args }.call().err();
+            assert!(refused.is_some_and(|Refused(status, text)| status == INVALID && text.starts_with(part)));
+        }
+        for (form, dims) in [(Bias::new(DType::F16), 0), (Bias::new(DType::BF16).per_batch(true).per_head(true), 3)] {
+            let biasing = Biasing::of(bias.as_ptr().cast(), form);
+            assert_eq!((biasing.bias_dims, biasing.option()), (dims, Ok(Some(form))));
+        }
+        assert_eq!(Biasing::NONE.option(), Ok(None));
     }
 
     /// Two sequences of one and two tokens, with zeros for queries and keys.

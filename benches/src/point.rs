@@ -1,5 +1,6 @@
 //! Points of a sweep, and what they cost.
 
+mod bias;
 mod blocks;
 mod dropout;
 mod head_dims;
@@ -12,9 +13,11 @@ use std::str::FromStr;
 use anyhow::{Context as _, Result, ensure};
 use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask, Slot};
 use hopper_attention_verify::alibi::standard;
+use hopper_attention_verify::bias::Bias;
 use hopper_attention_verify::inputs::Class;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use bias::BiasTensor;
 pub use blocks::FullBlocks;
 pub use head_dims::HeadDims;
 pub use packed::{DENSE, Kind, Packed};
@@ -162,6 +165,9 @@ pub struct Point {
     /// Whether scores have ALiBi's biases, with the slopes of models.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
+    /// What is added to the scores. A backward also computes its gradient.
+    #[serde(default, skip_serializing_if = "Bias::is_none")]
+    pub bias: Bias,
     /// The percentage of weights that dropout makes 0, where there is dropout.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropout: Option<u32>,
@@ -277,8 +283,8 @@ impl Point {
 
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
     /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
-    /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have biases,
-    /// `-dropout10` where dropout makes 10% of the weights 0, and `-peaky` where inputs are not normal.
+    /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have linear biases, `-bias-f32-bhq` where
+    /// they have such a bias, `-dropout10` where dropout makes 10% of the weights 0, and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
@@ -302,11 +308,14 @@ impl Point {
         }
     }
 
-    /// `softcap50`, `alibi` and `dropout10`, each after a separator and where the point has it.
+    /// `softcap50`, `alibi`, `bias-f32-bhq` and `dropout10`, each after a separator and where the point has it.
     pub fn named_scores(&self, separator: &str) -> String {
         let softcap = self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"));
         let alibi = if self.alibi { format!("{separator}alibi") } else { String::new() };
-        softcap + &alibi + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
+        // Names of files have no colons.
+        let bias = self.bias.to_string().replace("::", "-").replace(':', "-");
+        let bias = if self.bias.is_none() { String::new() } else { format!("{separator}bias-{bias}") };
+        softcap + &alibi + &bias + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
     }
 
     /// The class of the inputs after a separator, or nothing where they are normal.
@@ -386,7 +395,7 @@ impl Point {
     }
 
     /// The fewest bytes that must be moved: Q, K and V read once, O and the LSE written once; in the backward Q, K, V,
-    /// O, dO and the LSE read once, dQ, dK and dV written once.
+    /// O, dO and the LSE read once, dQ, dK and dV written once. A bias is read once, and its gradient written once.
     pub fn bytes(&self) -> u64 {
         let HeadDims { qk, vo } = self.head_dims();
         let tensors = match self.direction {
@@ -398,7 +407,7 @@ impl Point {
         let lse = queries * self.heads_q * size_of::<f32>();
         // O of e4m3 operands has 16 bits; their few factors are not counted.
         let wider = if self.dtype == Precision::E4m3 { queries * vo * self.heads_q } else { 0 };
-        (elements * self.dtype.dtype().bytes() + wider + lse) as u64
+        (elements * self.dtype.dtype().bytes() + wider + lse + tensors * self.bias_bytes()) as u64
     }
 
     /// The cap of the scores, 0 where there is none.
@@ -444,7 +453,7 @@ impl Point {
         let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
         let options =
             options.operand(Slot::AlibiSlopes, self.alibi).block_mask(self.blocks.map(|_| FullBlocks::form()));
-        let options = options.dropout(self.probability()?);
+        let options = options.bias(self.bias.option()).dropout(self.probability()?);
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),
@@ -456,7 +465,7 @@ impl Point {
     /// # Errors
     /// Those of [`build`](hopper_attention::BackwardProblemBuilder::build), for the forward and for the gradients.
     pub fn backward_problem(&self) -> hopper_attention::Result<BackwardProblem> {
-        BackwardProblem::builder(&self.problem()?).build()
+        BackwardProblem::builder(&self.problem()?).d_bias(!self.bias.is_none()).build()
     }
 
     /// The layout of Q and dQ, logically `[batch, seqlen_q, heads_q, head_dim]`.
@@ -512,9 +521,8 @@ impl Point {
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
 /// and Q and K of 192 with V of 128 are `d192x128`.
-/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, biases `alibi`, dropout
-/// of 10% `dropout10`. Where inputs are not normal, their
-/// class comes last.
+/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, linear biases `alibi`, an additive bias
+/// `f32:bhq` `bias-f32-bhq`, dropout of 10% `dropout10`. Where inputs are not normal, their class comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self { direction, dtype, heads_q, heads_kv, .. }, head_dims) = (self, self.head_dims());

@@ -1,6 +1,7 @@
 //! Which points a sweep has.
 
 use anyhow::{Result, ensure};
+use hopper_attention_verify::bias::Bias;
 use hopper_attention_verify::inputs::Class;
 use serde::Serialize;
 
@@ -54,6 +55,8 @@ pub struct Sweep {
     pub softcap: Option<u32>,
     /// Whether the scores of all points have ALiBi's biases. Not with e4m3 operands.
     pub alibi: bool,
+    /// What is added to the scores of all points. Not with e4m3 operands, `packed` and `block_mask`, nor gradients with a `softcap`.
+    pub bias: Bias,
     /// The percentage of the weights of all points that dropout makes 0. Not with e4m3 operands and with inputs that are not normal.
     pub dropout: Option<u32>,
     /// In place of masks: lists of full blocks, one in so many of all, at random. Not with e4m3 operands, `lopsided`, `quarter` and
@@ -104,6 +107,7 @@ impl Sweep {
             packed: vec![],
             softcap: None,
             alibi: false,
+            bias: Bias::NONE,
             dropout: None,
             block_mask: vec![],
             filters: vec![],
@@ -154,6 +158,7 @@ impl Sweep {
             let lists = !self.block_mask.is_empty();
             ensure!(!(lists && with), "--block-mask with {option} is not timed; allowed: one of them");
         }
+        self.check_bias()?;
         ensure!(
             self.packed.is_empty() || self.inputs.iter().all(Class::is_normal),
             "--packed with other --inputs is not timed; allowed: --inputs normal"
@@ -187,9 +192,9 @@ impl Sweep {
                 }
             }
         }
-        let (softcap, alibi, dropout) = (self.softcap, self.alibi, self.dropout);
+        let (softcap, alibi, bias, dropout) = (self.softcap, self.alibi, self.bias, self.dropout);
         let of_class = |&inputs| {
-            normal.iter().map(move |point: &Point| Point { inputs, softcap, alibi, dropout, ..point.clone() })
+            normal.iter().map(move |point: &Point| Point { inputs, softcap, alibi, bias, dropout, ..point.clone() })
         };
         let points: Result<Vec<Point>> = self.inputs.iter().flat_map(of_class).map(Point::checked).collect();
         let mut points = points?;
@@ -201,6 +206,35 @@ impl Sweep {
             self.filters.join(" ")
         );
         Ok(points)
+    }
+
+    /// Refuses what no kernel computes with a bias, and what cannot be checked.
+    fn check_bias(&self) -> Result<()> {
+        let Some(holds) = self.bias.holds() else { return Ok(()) };
+        let gradients = self.directions.contains(&Direction::Bwd);
+        ensure!(
+            !self.dtypes.contains(&Precision::E4m3),
+            "--bias with --dtypes e4m3: e4m3 operands have no bias; allowed: --dtypes bf16,f16"
+        );
+        ensure!(self.packed.is_empty(), "--bias with --packed: packed sequences have no bias; allowed: one of them");
+        ensure!(
+            self.block_mask.is_empty(),
+            "--bias with --block-mask: no kernel has a bias beside lists of blocks; allowed: one of them"
+        );
+        ensure!(
+            !gradients || self.softcap.is_none(),
+            "--bias with --softcap and --directions bwd: no kernel has gradients of both; allowed: --directions fwd, or one of them"
+        );
+        ensure!(
+            !self.inputs.contains(&Class::Nan),
+            "--bias with --inputs nan is not timed: a bias may hide a query that is NaN; allowed: other --inputs"
+        );
+        ensure!(
+            holds != "lowest",
+            "--bias {}: numbers as low leave nothing of a score, and results cannot be checked; allowed: normal, hidden, mask",
+            self.bias
+        );
+        Ok(())
     }
 
     /// Head dims, each with numbers of query heads and KV heads. They are errors where they do not divide.
@@ -245,10 +279,10 @@ impl Sweep {
         for (causal, window, blocks) in self.kept() {
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let (inputs, softcap, alibi, dropout) = (Class::Normal, None, false, None);
+                let (inputs, softcap, alibi, bias, dropout) = (Class::Normal, None, false, Bias::NONE, None);
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, dropout, blocks,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, bias, dropout, blocks,
                 };
                 points.push(point.checked()?);
             }
@@ -304,9 +338,10 @@ impl Sweep {
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
             let (inputs, packed, softcap, alibi, dropout, blocks) = (Class::Normal, None, None, false, None, None);
+            let bias = Bias::NONE;
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, dropout, blocks,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, bias, dropout, blocks,
             };
             points.push(point.checked()?);
         }
@@ -397,6 +432,39 @@ mod tests {
         assert!(refused(peaky).starts_with("--dropout with other --inputs"));
         let all = format!("{:#}", Sweep { dropout: Some(100), ..sweep }.points().unwrap_err());
         assert!(all.contains("dropout 100 percent; allowed: 1 to 99"), "{all}");
+    }
+
+    #[test]
+    fn a_bias_is_a_part_of_each_point() {
+        let sweep = Sweep { bias: "f32:bhq".parse().unwrap(), seqlens: vec![512], ..Sweep::papers() };
+        let point = &sweep.points().unwrap()[0];
+        assert_eq!(point.to_string(), "fwd/bf16/d64/full/s512/b32/h32/kv32/bias-f32-bhq");
+        assert_eq!(point.family(), "fwd-bf16-d64-full-bias-f32-bhq");
+        assert!(point.matches("bias-f32-bhq/d64") && !point.matches("bias-f32"));
+        let plain = Point { bias: Bias::NONE, ..point.clone() };
+        assert_eq!((point.flops(), plain.to_string().contains("bias")), (plain.flops(), false));
+        assert_eq!(point.bytes() - plain.bytes(), 4 * 32 * 32 * 512 * 512);
+        assert_eq!(point.problem().unwrap().bias(), sweep.bias.option());
+        assert!(point.backward_problem().unwrap().wants_d_bias() && !plain.backward_problem().unwrap().wants_d_bias());
+        let json = |point: &Point| serde_json::to_string(point).unwrap();
+        assert!(json(point).contains("\"bias\":\"f32:bhq\"") && !json(&plain).contains("bias"));
+        assert_eq!(serde_json::from_str::<Point>(&json(point)).unwrap(), *point);
+        let masked = Sweep { bias: "f16::mask".parse().unwrap(), ..sweep.clone() }.points().unwrap().remove(0);
+        assert_eq!(masked.family(), "fwd-bf16-d64-full-bias-f16-mask");
+        let capped = Sweep { softcap: Some(50), ..sweep.clone() };
+        assert!(capped.points().is_ok());
+        let lowest = "bf16:q:lowest".parse().unwrap();
+        for (wrong, part) in [
+            (Sweep { dtypes: vec![Precision::E4m3], ..sweep.clone() }, "--bias with --dtypes e4m3"),
+            (Sweep { packed: vec![16384], ..sweep.clone() }, "--bias with --packed"),
+            (Sweep { block_mask: vec![4], ..sweep.clone() }, "--bias with --block-mask"),
+            (Sweep { directions: Direction::ALL.to_vec(), ..capped }, "--bias with --softcap and --directions bwd"),
+            (Sweep { inputs: vec![Class::Nan], ..sweep.clone() }, "--bias with --inputs nan"),
+            (Sweep { bias: lowest, ..sweep }, "--bias bf16:q:lowest"),
+        ] {
+            let refused = wrong.points().unwrap_err().to_string();
+            assert!(refused.starts_with(part) && refused.contains("; allowed: "), "{refused}");
+        }
     }
 
     #[test]

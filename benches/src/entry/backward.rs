@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use hopper_attention::{BackwardProblem, Slot};
 
 use super::call::{Call, Given, Problem};
-use super::{Dropping, INVALID, Numbers, Packing, Refused, answer, read};
+use super::{Biasing, Dropping, INVALID, Numbers, Packing, Refused, answer, read};
 use crate::FullBlocks;
 
 /// `hattn_peer_bwd_args`: the header says what the fields mean.
@@ -44,10 +44,14 @@ pub struct BackwardArgs {
     pub mask_block_cnt: *const i32,
     /// As the forward's.
     pub dropping: Dropping,
+    /// As the forward's.
+    pub biasing: Biasing,
+    /// Its gradient, in its shape and type. Null where it is not asked for.
+    pub d_bias: *mut c_void,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<BackwardArgs>() == 416 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
+const _: () = assert!(size_of::<BackwardArgs>() == 440 && std::mem::offset_of!(BackwardArgs, packing) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, numbers) == 272);
 const _: () = assert!(std::mem::offset_of!(BackwardArgs, stream) == 328);
 
@@ -98,11 +102,11 @@ impl BackwardArgs {
         let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?;
         let forward = forward.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
         let forward = forward.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
-        let forward = forward.dropout(self.dropping.option()?).build()?;
-        Ok(Problem::Backward(BackwardProblem::builder(&forward).build()?))
+        let forward = forward.dropout(self.dropping.option()?).bias(self.biasing.option()?).build()?;
+        Ok(Problem::Backward(BackwardProblem::builder(&forward).d_bias(!self.d_bias.is_null()).build()?))
     }
 
-    fn call(&self) -> Result<Call<16>, Refused> {
+    fn call(&self) -> Result<Call<18>, Refused> {
         let [counts, indices, bits, full_counts, full] =
             Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
@@ -124,7 +128,9 @@ impl BackwardArgs {
                 bits,
                 full_counts,
                 full,
-                Given::state(self.dropping.dropout_state),
+                Given::contiguous(Slot::DropoutState, self.dropping.dropout_state),
+                Given::contiguous(Slot::Bias, self.biasing.bias),
+                Given::contiguous(Slot::DBias, self.d_bias),
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,
@@ -135,6 +141,8 @@ impl BackwardArgs {
 
 #[cfg(test)]
 mod tests {
+    use hopper_attention::{Bias, DType};
+
     use super::super::Entry;
     use super::*;
 
@@ -244,6 +252,18 @@ mod tests {
             let (written, rest) = gradient.split_at(elements);
             assert!(written.iter().all(|&bits| bits == 0) && rest.iter().all(|&bits| bits == 0x3f80));
         }
+        // A bias of each head and query, and its gradient: 0 too, where no row has a part in any.
+        let (bias, mut d_bias) = ([0.5_f32; 4 * 5 * 7], [f32::NAN; 4 * 5 * 7]);
+        let form = Bias::new(DType::F32).per_head(true).per_query(true);
+        let biasing = Biasing::of(bias.as_ptr().cast(), form);
+        let with_bias = BackwardArgs { biasing, d_bias: d_bias.as_mut_ptr().cast(), ..args };
+        let Ok(Problem::Backward(problem)) = with_bias.problem() else { panic!("a backward") };
+        assert!(problem.wants_d_bias() && problem.forward().bias() == Some(form), "{problem}");
+        // SAFETY: as above.
+        assert_eq!(with_bias.call().and_then(|call| unsafe { call.run_on_cpu() }), Ok(()));
+        assert_eq!(d_bias, [0.0; 4 * 5 * 7]);
+        let alone = BackwardArgs { d_bias: d_bias.as_mut_ptr().cast(), ..args };
+        assert!(alone.problem().is_err_and(|Refused(_, text)| text.contains("d_bias")));
         let broken = BackwardArgs { d_q_stride: [0; 3], ..args };
         // SAFETY: as above; refused, since the elements of dQ would lie on each other.
         let refused = broken.call().and_then(|call| unsafe { call.run_on_cpu() });

@@ -36,25 +36,19 @@ impl Given {
         Self { slot, data, stride: Some(stride) }
     }
 
-    pub fn contiguous(slot: Slot, data: *const f32) -> Self {
+    pub fn contiguous<T>(slot: Slot, data: *const T) -> Self {
         Self { slot, data: data.cast(), stride: None }
-    }
-
-    /// The seed and the offset of dropout.
-    pub fn state(data: *const i32) -> Self {
-        Self { slot: Slot::DropoutState, data: data.cast(), stride: None }
     }
 
     /// Lists of full blocks: counts, indices, and counts of partial blocks, which are 0. The indices of partial blocks are never
     /// read, so that those of full ones stand in for them.
     pub fn lists([full_counts, full, counts]: [*const i32; 3]) -> [Self; 5] {
-        let list = |slot, data: *const i32| Self { slot, data: data.cast(), stride: None };
         [
-            list(Slot::MaskBlockCnt, counts),
-            list(Slot::MaskBlockIdx, full),
-            list(Slot::MaskBits, std::ptr::null()),
-            list(Slot::FullBlockCnt, full_counts),
-            list(Slot::FullBlockIdx, full),
+            Self::contiguous(Slot::MaskBlockCnt, counts),
+            Self::contiguous(Slot::MaskBlockIdx, full),
+            Self::contiguous(Slot::MaskBits, std::ptr::null::<i32>()),
+            Self::contiguous(Slot::FullBlockCnt, full_counts),
+            Self::contiguous(Slot::FullBlockIdx, full),
         ]
     }
 }

@@ -6,14 +6,15 @@ use super::backward::{Backward, BackwardWorkspace, hattn_peer_bwd, hattn_peer_bw
 use super::{
     Args, UNSUPPORTED, hattn_peer_biases, hattn_peer_caps, hattn_peer_fwd, hattn_peer_last_error, hattn_peer_name,
 };
-use super::{hattn_peer_drops, hattn_peer_lists, hattn_peer_packs, status_text};
+use super::{hattn_peer_adds, hattn_peer_drops, hattn_peer_lists, hattn_peer_packs, status_text};
 
 /// Enqueues a forward: `hattn_peer_fwd` of some library.
 pub type Forward = unsafe extern "C" fn(*const Args) -> c_int;
 /// `hattn_peer_name` or `hattn_peer_last_error` of some library.
 pub type Text = unsafe extern "C" fn() -> *const c_char;
 
-/// `hattn_peer_packs`, `hattn_peer_caps`, `hattn_peer_biases`, `hattn_peer_lists` or `hattn_peer_drops` of some library.
+/// `hattn_peer_packs`, `hattn_peer_caps`, `hattn_peer_biases`, `hattn_peer_lists`, `hattn_peer_drops` or `hattn_peer_adds` of some
+/// library.
 pub type Packs = unsafe extern "C" fn() -> c_int;
 
 /// Somebody's entry.
@@ -30,6 +31,7 @@ pub struct Entry {
     biases: Option<Packs>,
     lists: Option<Packs>,
     drops: Option<Packs>,
+    adds: Option<Packs>,
     last_error: Option<Text>,
     name: Text,
 }
@@ -46,6 +48,7 @@ impl Entry {
             biases: Some(hattn_peer_biases),
             lists: Some(hattn_peer_lists),
             drops: Some(hattn_peer_drops),
+            adds: Some(hattn_peer_adds),
             last_error: Some(hattn_peer_last_error),
             name: hattn_peer_name,
         }
@@ -78,6 +81,7 @@ impl Entry {
                 biases: library.get::<Packs>(b"hattn_peer_biases").ok().map(|f| *f),
                 lists: library.get::<Packs>(b"hattn_peer_lists").ok().map(|f| *f),
                 drops: library.get::<Packs>(b"hattn_peer_drops").ok().map(|f| *f),
+                adds: library.get::<Packs>(b"hattn_peer_adds").ok().map(|f| *f),
                 last_error: library.get::<Text>(b"hattn_peer_last_error").ok().map(|f| *f),
                 backward: library.get::<Backward>(b"hattn_peer_bwd").ok().map(|f| *f),
                 backward_workspace: library.get::<BackwardWorkspace>(b"hattn_peer_bwd_workspace").ok().map(|f| *f),
@@ -121,6 +125,12 @@ impl Entry {
         self.drops.is_some_and(|drops| unsafe { drops() } == 1)
     }
 
+    /// Whether its functions take an additive bias, and its backward gives the gradient. Others would not look at it.
+    pub fn adds(&self) -> bool {
+        // SAFETY: as above.
+        self.adds.is_some_and(|adds| unsafe { adds() } == 1)
+    }
+
     /// What a status means, with the library's own words where it has some.
     pub fn complaint(&self, status: c_int) -> String {
         let text = status_text(status);
@@ -144,7 +154,7 @@ mod tests {
     fn the_name_is_the_reports() {
         let own = Entry::own();
         assert_eq!((own.name().as_str(), own.packs(), own.caps(), own.biases()), (crate::NAME, true, true, true));
-        assert!(own.lists() && own.drops());
+        assert!(own.lists() && own.drops() && own.adds());
     }
 
     #[test]

@@ -7,11 +7,13 @@ mod backward;
 mod forward;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use hopper_attention::{DType, Float, Layout};
 use serde_json::Value;
 
 use super::contest::{Outputs, Pool, Task};
+use crate::point::BiasTensor;
 use crate::{Class, Direction, Point};
 
 /// Relative error allowed to a row: well above rounding, two orders below a wrong mask or a lost block of keys.
@@ -83,15 +85,38 @@ pub(super) struct Expected<'a, T> {
     rows: Vec<Row>,
     /// Places of the LSE, and what belongs there.
     lse: Vec<(usize, f64)>,
+    /// Numbers of the gradient of the bias.
+    d_bias: Vec<Number>,
+}
+
+/// A number of the gradient of the bias in f64.
+struct Number {
+    /// Batch entry, head, query and key.
+    at: [usize; 4],
+    exact: f64,
+    /// As that of a row.
+    size: f64,
 }
 
 impl<'a, T: Float> Expected<'a, T> {
     pub(super) fn new(task: &'a Task<'a, T>, pool: &Pool<T>) -> Self {
-        let (rows, lse) = match task.point.direction {
-            Direction::Fwd => forward::rows(task, pool),
-            Direction::Bwd => (backward::rows(task, pool), vec![]),
+        let ((rows, lse), d_bias) = match task.point.direction {
+            Direction::Fwd => (forward::rows(task, pool), vec![]),
+            Direction::Bwd => ((backward::rows(task, pool), vec![]), backward::of_bias(task, pool)),
         };
-        Self { task, rows, lse }
+        Self { task, rows, lse, d_bias }
+    }
+
+    /// The largest error of the gradient of the bias; NaN where there is none. `None` where none is asked for.
+    fn error_of_d_bias(&self, outputs: &Outputs<T>) -> Option<f64> {
+        let form = self.task.point.bias.option().filter(|_| self.task.point.direction == Direction::Bwd)?;
+        // What is less than the smallest number of f16 above 0 is lost.
+        let least = if form.dtype() == DType::F16 { 2f64.powi(-24) / bound(T::DTYPE) } else { 0.0 };
+        let error = |Number { at, exact, size }: &Number| {
+            let got = outputs.d_bias.as_ref().map_or(f64::NAN, |d_bias| d_bias.at(*at));
+            apart(&[got], &[*exact], size.max(least))
+        };
+        Some(self.d_bias.iter().map(error).fold(0.0, worse))
     }
 
     /// What the libraries compute.
@@ -134,9 +159,11 @@ impl<'a, T: Float> Expected<'a, T> {
         if !self.lse.is_empty() {
             let got = |at: usize| outputs.lse.get(at).map_or(f64::NAN, |&x| f64::from(x));
             let places = self.lse.iter().filter(|(at, _)| !is_nan_lse(self.task.point, *at));
-            let error = places.map(|&(at, exact)| (got(at) - exact).abs()).fold(0.0, worse);
-            errors.push(("lse", error, LSE_BOUND));
+            // Both are -inf where a bias hides a whole row.
+            let error = places.map(|&(at, exact)| if got(at) == exact { 0.0 } else { (got(at) - exact).abs() });
+            errors.push(("lse", error.fold(0.0, worse), LSE_BOUND));
         }
+        errors.extend(self.error_of_d_bias(outputs).map(|error| ("d_bias", error, bound(T::DTYPE))));
         let mut numbers = BTreeMap::from([("unwritten".to_owned(), unwritten.into())]);
         let mut complaints = Vec::new();
         if unwritten > 0 {
@@ -174,6 +201,7 @@ fn is_nan_lse(point: &Point, at: usize) -> bool {
 /// How many elements are NaN where none should be, and how many are not where all should be.
 fn stray<T: Float>(task: &Task<'_, T>, outputs: &Outputs<T>) -> [usize; 2] {
     let nan = outputs.tensors.iter().flatten().filter(|x| x.to_f32().is_nan()).count();
+    let nan = nan + outputs.d_bias.as_ref().map_or(0, BiasTensor::count_nan);
     let nan = nan + outputs.lse.iter().filter(|x| x.is_nan()).count();
     let point = task.point;
     if point.inputs != Class::Nan {
@@ -211,7 +239,12 @@ pub(super) fn cross<T: Float>(
         complaint = complaint.take().or_else(|| beyond("cross", apart, wider * bound(T::DTYPE)));
         apart
     });
-    let worst = apart.fold(0.0, worse);
+    let mut worst = apart.fold(0.0, worse);
+    if let (Some(a), Some(b)) = (&outputs.d_bias, &other.d_bias) {
+        let apart = distance_of_biases(a, b);
+        complaint = complaint.or_else(|| beyond("cross", apart, bound(T::DTYPE)));
+        worst = worse(worst, apart);
+    }
     numbers.insert("cross".into(), number(worst));
     complaint
 }
@@ -228,6 +261,11 @@ pub(super) fn changed<T: Float>(task: &Task<'_, T>, before: &Outputs<T>, after: 
         })
         .map(|(Written { name, .. }, _)| name)
         .collect();
+    if let (Some(a), Some(b)) = (&before.d_bias, &after.d_bias)
+        && beyond("d_bias", distance_of_biases(b, a), ulp(a.dtype()).max(ulp(T::DTYPE))).is_some()
+    {
+        moved.push("d_bias");
+    }
     if !before.lse.iter().map(|x| x.to_bits()).eq(after.lse.iter().map(|x| x.to_bits())) {
         moved.push("lse");
     }
@@ -254,12 +292,29 @@ fn distance<T: Float>(point: &Point, layout: &Layout<4>, a: &[T], b: &[T]) -> f6
     let at = |row: usize| [row / seqlen / heads, row % seqlen, row / seqlen % heads];
     let mut worst = 0.0;
     for first in (0..count).step_by(tokens).filter(|&row| !is_nan(point, at(row))) {
-        let block = first.min(count.saturating_sub(tokens))..(first + tokens).min(count);
+        let block = block(first, tokens, count);
         let all = |data| block.clone().flat_map(|row| values(data, layout, at(row))).collect();
         let (a, b): (Vec<f64>, Vec<f64>) = (all(a), all(b));
         worst = worse(worst, apart(&a, &b, smallest * ((block.len() * dims) as f64).sqrt()));
     }
     worst
+}
+
+/// The rows that are compared together with the one that is `first` of so many, of `count` in all. The last block reaches back.
+fn block(first: usize, tokens: usize, count: usize) -> Range<usize> {
+    first.min(count.saturating_sub(tokens))..(first + tokens).min(count)
+}
+
+/// The largest relative distance of blocks of rows of two gradients of a bias.
+fn distance_of_biases(a: &BiasTensor, b: &BiasTensor) -> f64 {
+    let [batch, heads, queries, keys] = a.shape();
+    let count = batch * heads * queries;
+    let of_block = |first| {
+        let block = block(first, BLOCK, count);
+        let all = |x: &BiasTensor| block.clone().flat_map(|row| x.row(row)).collect::<Vec<f64>>();
+        apart(&all(a), &all(b), SMALLEST * ((block.len() * keys) as f64).sqrt())
+    };
+    (0..count).step_by(BLOCK).map(of_block).fold(0.0, worse)
 }
 
 /// The vector of a batch element, token and head; NaN where the data ends before.

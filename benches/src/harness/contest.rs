@@ -7,6 +7,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rand_distr::StandardNormal;
 
+use crate::point::BiasTensor;
 use crate::{Direction, Order, Point, Role, memory};
 
 /// Why a library does not compute a point.
@@ -45,6 +46,8 @@ pub(super) struct Task<'a, T> {
     /// Of O and dO.
     pub o: Layout<4>,
     pub lse: Layout<3>,
+    /// The numbers of the bias, where the point has one.
+    pub bias: Option<&'a BiasTensor>,
     /// What a backward reads besides the pool: a forward's outputs.
     pub saved: Option<&'a Outputs<T>>,
 }
@@ -58,8 +61,14 @@ impl<'a, T> Task<'a, T> {
             v: point.v_layout(order)?,
             o: point.o_layout(order)?,
             lse: Layout::contiguous([point.batch, point.heads_q, point.seqlen_q()])?,
+            bias: None,
             saved: None,
         })
+    }
+
+    /// The number that the bias adds to the score of a batch entry, head, query and key. 0 where there is none.
+    pub(super) fn added(&self, pair: [usize; 4]) -> f64 {
+        self.bias.map_or(0.0, |bias| bias.at(pair))
     }
 
     /// The forward's outputs that a backward needs.
@@ -75,6 +84,8 @@ pub(super) struct Outputs<T> {
     pub tensors: Vec<Vec<T>>,
     /// The forward's LSE, contiguous.
     pub lse: Vec<f32>,
+    /// The gradient of the bias, where there is one.
+    pub d_bias: Option<BiasTensor>,
 }
 
 /// A library at work on one point after the other, all of one direction.

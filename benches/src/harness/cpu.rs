@@ -16,6 +16,7 @@ use hopper_attention::{
 
 use super::contest::{Clock, Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::{Event, FLOPS, Harness, Job, ORDER, Ready, Sink, WARM_UPS, inputs, turns};
+use crate::point::BiasTensor;
 use crate::report::Library;
 use crate::{FullBlocks, Packed, Point, Role, memory};
 
@@ -164,14 +165,20 @@ fn modifiers<'a>(
     slopes: &'a Option<Vec<f64>>,
     blocks: &'a Option<FullBlocks>,
     dropout: Option<DropoutMask>,
+    bias: &'a Option<Vec<f64>>,
 ) -> Modifiers<'a> {
     let blocks = blocks.as_ref().map(FullBlocks::borrowed);
-    Modifiers { alibi_slopes: slopes.as_deref(), blocks, dropout, ..Modifiers::default() }
+    Modifiers { alibi_slopes: slopes.as_deref(), blocks, dropout, bias: bias.as_deref(), ..Modifiers::default() }
 }
 
 /// ALiBi's slopes of a point as the reference takes them.
 fn wide_slopes(point: &Point) -> Option<Vec<f64>> {
     Some(point.slopes()?.into_iter().map(f64::from).collect())
+}
+
+/// The bias of a point as the reference takes it.
+fn wide_bias<T>(task: &Task<'_, T>) -> Result<Option<Vec<f64>>> {
+    task.bias.map(BiasTensor::widened).transpose()
 }
 
 /// The arguments of a run. With offsets the tensors have no batch.
@@ -186,6 +193,7 @@ impl<'a> Given<'a> {
         slopes: &'a Option<Vec<f32>>,
         blocks: &'a Option<FullBlocks>,
         state: &'a Option<[i32; 4]>,
+        bias: Option<&'a BiasTensor>,
     ) -> hopper_attention::Result<Self> {
         let args = match slopes {
             None => Args::new(),
@@ -201,6 +209,10 @@ impl<'a> Given<'a> {
         let args = match state {
             None => args,
             Some(state) => args.read(Slot::DropoutState, TensorRef::host(state, Layout::contiguous([4])?)?),
+        };
+        let args = match bias {
+            None => args,
+            Some(bias) => bias.add_to(args)?,
         };
         let args = match offsets {
             None => args,
@@ -274,7 +286,7 @@ impl<T: Float> Way<T> for Backend {
 
     fn call(ready: &mut Self::Ready, pool: &Pool<T>, task: &Task<'_, T>) -> Result<(), Refusal> {
         let Planned { plan, offsets, slopes, blocks, state, workspace, written: (o, lse) } = ready;
-        let given = Given::new(offsets, slopes, blocks, state)?
+        let given = Given::new(offsets, slopes, blocks, state, task.bias)?
             .read(Slot::Q, &pool.q, &task.q)?
             .read(Slot::K, &pool.k, &task.k)?
             .read(Slot::V, &pool.v, &task.v)?
@@ -284,7 +296,7 @@ impl<T: Float> Way<T> for Backend {
     }
 
     fn outputs(Planned { written: (o, lse), .. }: &Self::Ready) -> Result<Outputs<T>> {
-        Ok(Outputs { tensors: vec![memory::copied(o)?], lse: memory::copied(lse)? })
+        Ok(Outputs { tensors: vec![memory::copied(o)?], lse: memory::copied(lse)?, d_bias: None })
     }
 }
 
@@ -298,6 +310,9 @@ pub(super) struct Plainly<P, R, const INPUTS: usize, const OUTPUTS: usize> {
     slopes: Option<Vec<f64>>,
     blocks: Option<FullBlocks>,
     dropout: Option<DropoutMask>,
+    bias: Option<Vec<f64>>,
+    /// Where the gradient of the bias belongs.
+    d_bias: Option<BiasTensor>,
     inputs: [Tensor; INPUTS],
     plain: Option<R>,
     layouts: [Layout<4>; OUTPUTS],
@@ -313,12 +328,14 @@ impl<T: Float> Way<T> for Naive {
         let (problem, offsets) = (task.point.problem()?, offsets(task.point)?);
         let (slopes, blocks) = (wide_slopes(task.point), task.point.full_blocks());
         let dropout = DropoutMask::of(&problem, task.point.dropout_state());
-        Ok(Plainly { problem, offsets, slopes, blocks, dropout, inputs, plain: None, layouts: [task.o] })
+        let (bias, layouts) = (wide_bias(task)?, [task.o]);
+        Ok(Plainly { problem, offsets, slopes, blocks, dropout, bias, d_bias: None, inputs, plain: None, layouts })
     }
 
     fn call(ready: &mut Self::Ready, _: &Pool<T>, _: &Task<'_, T>) -> Result<(), Refusal> {
         let [q, k, v] = &ready.inputs;
-        let (lengths, modifiers) = (lengths(&ready.offsets), modifiers(&ready.slopes, &ready.blocks, ready.dropout));
+        let modifiers = modifiers(&ready.slopes, &ready.blocks, ready.dropout, &ready.bias);
+        let lengths = lengths(&ready.offsets);
         ready.plain = Some(forward_plain_with(&ready.problem, &lengths, [q, k, v], modifiers)?);
         Ok(())
     }
@@ -326,7 +343,7 @@ impl<T: Float> Way<T> for Naive {
     fn outputs(ready: &Self::Ready) -> Result<Outputs<T>> {
         let plain = ready.plain.as_ref().context("it was not called")?;
         let lse = plain.lse.iter().map(|&lse| lse as f32).collect();
-        Ok(Outputs { tensors: vec![narrow(&plain.o, &ready.layouts[0])?], lse })
+        Ok(Outputs { tensors: vec![narrow(&plain.o, &ready.layouts[0])?], lse, d_bias: None })
     }
 }
 

@@ -111,6 +111,6 @@ impl<T: Float> Contestant<T> for Row<'_, T> {
     fn outputs(&mut self) -> Result<Outputs<T>> {
         let Prepared { o, lse, .. } = self.ready.as_ref().context("not prepared")?;
         let stream = self.gpu.stream();
-        Ok(Outputs { tensors: vec![stream.clone_dtoh(o)?], lse: stream.clone_dtoh(lse)? })
+        Ok(Outputs { tensors: vec![stream.clone_dtoh(o)?], lse: stream.clone_dtoh(lse)?, d_bias: None })
     }
 }

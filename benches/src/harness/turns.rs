@@ -85,7 +85,8 @@ fn run_pool<T: Float, P: Place>(
             None => sink(Event::Timing { index }),
         };
         let dense = point.dense();
-        let mut tasks: Vec<Task<'_, T>> = vec![Task::new(point, job.layout)?];
+        let bias = point.bias_numbers(job.seed)?;
+        let mut tasks: Vec<Task<'_, T>> = vec![Task { bias: bias.as_ref(), ..Task::new(point, job.layout)? }];
         tasks.extend(dense.as_ref().map(|dense| Task::new(dense, job.layout)).transpose()?);
         let saved: Result<Result<Vec<_>, String>> = match point.direction {
             Direction::Fwd => Ok(Ok(vec![])),

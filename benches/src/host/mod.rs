@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use hopper_attention::Device;
+use hopper_attention_verify::bias::Bias;
 use serde::{Deserialize, Serialize};
 
 use crate::{Class, Direction, Point, Precision, quantile};
@@ -76,6 +77,7 @@ fn problems() -> [Point; 2] {
         batch: 1,
         softcap: None,
         alibi: false,
+        bias: Bias::NONE,
         dropout: None,
         blocks: None,
         inputs: Class::Normal,

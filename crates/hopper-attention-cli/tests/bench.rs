@@ -255,6 +255,38 @@ fn a_sweep_with_dropout() {
     }
 }
 
+/// A bias in both passes, its gradient among them: of every type, with rows that are hidden, beside a window and more keys.
+#[test]
+fn a_sweep_with_a_bias() {
+    for (bias, name, more) in [
+        ("f32:bhq", "bias-f32-bhq", "--masks causal"),
+        ("bf16:hq:hidden", "bias-bf16-hq-hidden", "--masks window:9 --quarter --layout bhsd"),
+        ("f16::mask", "bias-f16-mask", "--masks full --alibi --dropout 0.2"),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let options = format!(
+            "bench --device cpu --seqlens 60 --hidden 32 --dims 16 --dtypes bf16 --directions fwd,bwd --batch 2 \
+             --iters 3 --seed 7 --bias {bias} {more} --output"
+        );
+        let mut options: Vec<&str> = options.split_whitespace().collect();
+        options.push(folder.path().to_str().expect("UTF-8"));
+        let out = hattn(&options);
+        assert!(out.status.success(), "{}", text(&out.stderr));
+        let report = json(&folder.path().join("bench.json"));
+        let points = report["points"].as_array().expect("points");
+        assert_eq!(points.len(), 2);
+        for point in points {
+            assert_eq!(point["point"]["bias"], bias);
+            let backward = point["point"]["direction"] == "bwd";
+            for run in point["runs"].as_array().expect("runs") {
+                assert_eq!(run["status"], "ok", "{run}");
+                assert_eq!(run["check"]["d_bias"].as_f64().is_some_and(|error| error < 0.03), backward, "{run}");
+            }
+        }
+        assert!(text(&out.stdout).contains(name), "{}", text(&out.stdout));
+    }
+}
+
 /// Head dims of V that are not those of Q and K, in both passes.
 #[test]
 fn a_sweep_of_pairs_of_head_dims() {
@@ -460,6 +492,12 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--block-mask", "0.5"], "1, or 1/N such as 1/16");
     refused(&["--dropout", "10"], "whole percent, 0.01 to 0.99");
     refused(&["--dropout", "0.1", "--inputs", "peaky"], "--dropout with other --inputs is not timed");
+    refused(&["--bias", "f64"], "allowed: none, or f32, bf16 or f16");
+    refused(&["--bias", "f32:q", "--packed"], "--bias with --packed: packed sequences have no bias");
+    refused(&["--bias", "f32:q", "--block-mask", "1/4"], "--bias with --block-mask: no kernel has a bias beside");
+    refused(&["--bias", "f32:q", "--dtypes", "e4m3"], "--bias with --dtypes e4m3: e4m3 operands have no bias");
+    refused(&["--bias", "f32:q", "--softcap", "5", "--directions", "bwd"], "no kernel has gradients of both");
+    refused(&["--bias", "f32:q:lowest"], "allowed: normal, hidden, mask");
     refused(&["--block-mask", "1/4", "--packed"], "--block-mask with --packed is not timed");
     refused(&["--peer", "libfa3.so"], "--ours, --peer and --harness are for a GPU");
     refused(&["--arch", "sm80"], "--arch is for a GPU, and this would run on the CPU");

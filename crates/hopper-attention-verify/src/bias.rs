@@ -1,5 +1,6 @@
 //! The additive bias of a case, and its gradient, in guarded memory.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::str::FromStr;
 
@@ -27,6 +28,37 @@ enum Numbers {
 impl Numbers {
     const ALL: [(&'static str, Self); 4] =
         [("normal", Self::Normal), ("hidden", Self::Hidden), ("lowest", Self::Lowest), ("mask", Self::Mask)];
+
+    /// One of them.
+    fn one(self, dtype: DType, kept: bool, draw: BiasDraw) -> f64 {
+        let BiasDraw { whole, one_of, normal } = draw;
+        match self {
+            Self::Normal => normal,
+            Self::Hidden if !kept => f64::NAN,
+            Self::Hidden if whole || one_of < 3 => f64::NEG_INFINITY,
+            Self::Lowest if whole || one_of < 4 => {
+                if dtype == DType::F16 {
+                    -60000.0
+                } else {
+                    -1e30
+                }
+            }
+            Self::Hidden | Self::Lowest => normal,
+            Self::Mask if whole || one_of < 6 => f64::NEG_INFINITY,
+            Self::Mask => 0.0,
+        }
+    }
+}
+
+/// What is drawn for a number of a bias, whatever it holds.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasDraw {
+    /// Whether its row is hidden, or lowest, in all places: one row in eight.
+    pub whole: bool,
+    /// From 0 to below 12.
+    pub one_of: u32,
+    /// Normal, of deviation 2.
+    pub normal: f64,
 }
 
 /// The bias of a case: which form it has, and what it holds.
@@ -57,15 +89,26 @@ impl Bias {
         self.0.map(|(form, _)| form)
     }
 
+    /// What it holds: `normal`, `hidden`, `lowest` or `mask`. `None` where there is no bias.
+    pub fn holds(self) -> Option<&'static str> {
+        self.0.map(|(_, numbers)| numbers)
+    }
+
+    /// The number that a draw makes. `kept`: whether the mask keeps a pair that reads it. 0 where there is no bias.
+    pub fn number(self, kept: bool, draw: BiasDraw) -> f64 {
+        self.0.map_or(0.0, |(form, numbers)| {
+            let known = Numbers::ALL.into_iter().find(|(name, _)| *name == numbers);
+            known.map_or(f64::NAN, |(_, numbers)| numbers.one(form.dtype(), kept, draw))
+        })
+    }
+
     /// The numbers of a problem of these sizes. The same seed gives the same numbers on every machine. In each second seed rows lie
     /// apart.
     pub fn image(self, dims: Dims, mask: Mask, seed: u64) -> Option<BiasImage> {
-        let (form, numbers) = self.0?;
-        let numbers = Numbers::ALL.into_iter().find(|(name, _)| *name == numbers)?.1;
+        let (form, _) = self.0?;
         let shape = shape(form, dims);
         let [_, _, queries, keys] = shape;
         let mut rng = StdRng::seed_from_u64(seed ^ 0x6269_6173);
-        let least = if form.dtype() == DType::F16 { -60000.0 } else { -1e30 };
         // For each place of a row whether the mask keeps a pair of it.
         let kept: Vec<bool> = (0..queries * keys)
             .map(|i| {
@@ -74,23 +117,15 @@ impl Bias {
                 if form.is_per_query() { keeps(query) } else { (0..dims.seqlen_q).any(keeps) }
             })
             .collect();
-        let mut row = (0, 0..8);
+        let mut row = 0;
         let mut values = Vec::with_capacity(shape.iter().product());
         for i in 0..shape.iter().product::<usize>() {
             if i.is_multiple_of(keys) {
-                row.0 = rng.random_range(row.1.clone());
+                row = rng.random_range(0..8);
             }
-            let (whole, normal) = (row.0 == 7, 2.0 * rng.sample::<f64, _>(StandardNormal));
-            let one_of = rng.random_range(0..12);
-            values.push(match numbers {
-                Numbers::Normal => normal,
-                Numbers::Hidden if !kept[i % kept.len()] => f64::NAN,
-                Numbers::Hidden if whole || one_of < 3 => f64::NEG_INFINITY,
-                Numbers::Lowest if whole || one_of < 4 => least,
-                Numbers::Hidden | Numbers::Lowest => normal,
-                Numbers::Mask if whole || one_of < 6 => f64::NEG_INFINITY,
-                Numbers::Mask => 0.0,
-            });
+            let normal = 2.0 * rng.sample::<f64, _>(StandardNormal);
+            let draw = BiasDraw { whole: row == 7, one_of: rng.random_range(0..12), normal };
+            values.push(self.number(kept[i % kept.len()], draw));
         }
         Some(BiasImage::holding(form.dtype(), &values, layout(shape, seed)))
     }
@@ -121,6 +156,18 @@ fn layout(shape: [usize; 4], seed: u64) -> Layout<4> {
     let [batch, _, queries, keys] = shape.map(|size| size as i64);
     let row = keys + 3;
     Layout::with_strides(shape, [row * queries, row * queries * batch, row, 1]).expect("a small tensor")
+}
+
+impl Ord for Bias {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.to_string().cmp(&other.to_string())
+    }
+}
+
+impl PartialOrd for Bias {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
 }
 
 impl fmt::Display for Bias {

@@ -2,8 +2,8 @@
 
 use hopper_attention::Float;
 
-use super::{Row, dot, norm, places, values};
-use crate::Point;
+use super::{Number, Row, dot, norm, places, values};
+use crate::distinct;
 use crate::harness::contest::{Pool, Task};
 
 /// Some rows of each, from the definition with the O and the LSE that every library is given.
@@ -45,9 +45,13 @@ impl Query {
     }
 
     /// P with dropout, dS, and what dS would be at most if its terms did not cancel.
-    fn pair(&self, key: usize, k: &[f64], v: &[f64], point: &Point) -> [f64; 3] {
+    fn pair<T>(&self, key: usize, k: &[f64], v: &[f64], task: &Task<'_, T>) -> [f64; 3] {
+        let (point, added) = (task.point, task.added([self.batch, self.head, self.query, key]));
+        if added == f64::NEG_INFINITY {
+            return [0.0; 3];
+        }
         let [score, slope] = point.score(dot(&self.q, k), [self.head, self.query, key]);
-        let p = (score - self.lse).exp();
+        let p = (score + added - self.lse).exp();
         let kept = point.kept([self.batch, self.head, self.query, key]);
         let d_p = kept * dot(&self.d_o, v);
         [kept * p, p * slope * (d_p - self.delta), p * slope * (d_p.abs() + self.delta_size)]
@@ -88,7 +92,7 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
     for key in task.point.keys(query).filter(|&key| task.point.lists_keep(query, key)) {
         let at = [batch, key, head / task.point.group()];
         let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
-        let [_, d_s, size] = own.pair(key, &k, &v, task.point);
+        let [_, d_s, size] = own.pair(key, &k, &v, task);
         d_q.add(d_s, size, &k);
     }
     d_q.row(0, at, scale(task))
@@ -103,7 +107,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
     for head in head_kv * group..(head_kv + 1) * group {
         for query in point.queries_of(key) {
             let query = Query::new(task, pool, [batch, query, head]);
-            let [p, d_s, size] = query.pair(key, &k, &v, point);
+            let [p, d_s, size] = query.pair(key, &k, &v, task);
             d_k.add(d_s, size, &query.q);
             d_v.add(p, p, &query.d_o);
         }
@@ -111,14 +115,45 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
     [d_k.row(1, at, scale(task)), d_v.row(2, at, 1.0)]
 }
 
+/// Some numbers of the gradient of the bias, at both ends and in the middle of each dimension. A score has no cap here, so that they
+/// are sums of dS.
+pub(super) fn of_bias<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Number> {
+    let point = task.point;
+    let shape = point.bias_shape();
+    let ends = |axis: usize| distinct([0, shape[axis] / 3, shape[axis] - 1]);
+    let places = if shape.contains(&0) { vec![] } else { ends(0) };
+    let places = places.into_iter().flat_map(|b| ends(1).into_iter().map(move |h| [b, h]));
+    let places = places.flat_map(|[b, h]| ends(2).into_iter().map(move |q| [b, h, q]));
+    let places = places.flat_map(|[b, h, q]| ends(3).into_iter().map(move |k| [b, h, q, k]));
+    // Where a dimension is shared, all of it has a part in a number.
+    let all = |axis: usize, size: usize, at: usize| if shape[axis] == 1 { 0..size } else { at..at + 1 };
+    let number = |at: [usize; 4]| {
+        let (key, mut exact, mut squares) = (at[3], 0.0, 0.0);
+        for (batch, head) in
+            all(0, point.batch, at[0]).flat_map(|batch| all(1, point.heads_q, at[1]).map(move |head| (batch, head)))
+        {
+            let place = [batch, key, head / point.group()];
+            let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, place));
+            for query in all(2, point.seqlen_q(), at[2]).filter(|&query| point.keys(query).contains(&key)) {
+                let [_, d_s, size] = Query::new(task, pool, [batch, query, head]).pair(key, &k, &v, task);
+                (exact, squares) = (exact + d_s, squares + size * size);
+            }
+        }
+        Number { at, exact, size: f64::sqrt(squares) }
+    };
+    places.map(number).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use hopper_attention::bf16;
     use hopper_attention::reference::{Tensor, backward, forward};
 
     use super::super::{BLOCK, Expected, changed, cross};
     use super::*;
-    use crate::harness::contest::Outputs;
-    use crate::{Direction, Order, PointMask, Sweep};
+    use crate::harness::Cpu;
+    use crate::harness::contest::{Contestants, Outputs, Place as _};
+    use crate::{Direction, Order, Point, PointMask, Sweep};
 
     fn point(mask: PointMask, seqlen: usize, group: usize) -> Point {
         let sweep = Sweep {
@@ -158,8 +193,12 @@ mod tests {
         };
         let tensors = [&gradients.d_q, &gradients.d_k, &gradients.d_v].map(narrow).into();
         [
-            Outputs { tensors: vec![narrow(&saved.o)], lse: saved.lse.iter().map(|&x| x as f32).collect() },
-            Outputs { tensors, lse: vec![] },
+            Outputs {
+                tensors: vec![narrow(&saved.o)],
+                lse: saved.lse.iter().map(|&x| x as f32).collect(),
+                d_bias: None,
+            },
+            Outputs { tensors, lse: vec![], d_bias: None },
         ]
     }
 
@@ -187,6 +226,52 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Of every form, with hidden rows and without: the naive computation passes, and what is wrong does not.
+    #[test]
+    fn the_gradient_of_a_bias_is_looked_at() {
+        for (bias, group) in [("f32:bhq", 1), ("bf16:h", 2), ("f16:q:hidden", 4), ("f32:b:mask", 2), ("f32", 1)] {
+            let point = Point { bias: bias.parse().unwrap(), ..point(PointMask::Causal, 9, group) };
+            let (numbers, wide) = (point.bias_numbers(3).unwrap(), pool(&point));
+            // The backend takes no other type than the point's.
+            let narrow = |data: Vec<f32>| data.into_iter().map(bf16::from_f32).collect();
+            let pool = Pool { q: narrow(wide.q), k: narrow(wide.k), v: narrow(wide.v), d_o: narrow(wide.d_o) };
+            let task = Task { bias: numbers.as_ref(), ..Task::new(&point, Order::Bhsd).unwrap() };
+            let forward = Point { direction: Direction::Fwd, ..point.clone() };
+            let of_forward = Task { point: &forward, ..task };
+            let saved = of_one(Cpu.forwards(&pool).unwrap(), &of_forward);
+            assert_eq!(Expected::new(&of_forward, &pool).check(&saved).1, None, "{point}");
+            let task = Task { saved: Some(&saved), ..task };
+            let gradients = of_one(Cpu.backwards(&pool).unwrap(), &task);
+            let expected = Expected::new(&task, &pool);
+            let (numbers, complaint) = expected.check(&gradients);
+            assert_eq!(complaint, None, "{point}: {numbers:?}");
+            let all = gradients.d_bias.as_ref().unwrap();
+            let changed_by = |change: fn(f64) -> f64| {
+                let wrong: Vec<f64> = all.widened().unwrap().into_iter().map(change).collect();
+                Outputs { d_bias: Some(all.holding(&wrong).unwrap()), ..gradients.clone() }
+            };
+            let complaint = |outputs: &Outputs<bf16>| expected.check(outputs).1.unwrap();
+            assert!(complaint(&changed_by(|x| x + 1.0)).contains("d_bias "), "{point}");
+            assert!(complaint(&changed_by(|_| f64::NAN)).contains(" elements are NaN"), "{point}");
+            assert!(complaint(&Outputs { d_bias: None, ..gradients.clone() }).contains("d_bias NaN"), "{point}");
+            let mut found = Default::default();
+            assert_eq!(cross(&task, &gradients, &gradients, &mut found), None);
+            assert!(
+                cross(&task, &changed_by(|x| 1.5 * x + 0.1), &gradients, &mut found).unwrap().starts_with("cross ")
+            );
+            let moved = changed(&task, &gradients, &changed_by(|x| 1.5 * x + 0.1)).unwrap();
+            assert!(moved.ends_with(": d_bias"), "{moved}");
+            assert_eq!(changed(&task, &gradients, &changed_by(|x| x)), None);
+        }
+    }
+
+    /// What the first of several writes.
+    fn of_one(mut all: Contestants<'_, bf16>, task: &Task<'_, bf16>) -> Outputs<bf16> {
+        let one = &mut all[0];
+        one.prepare(task).and_then(|()| one.call(task)).unwrap();
+        one.outputs().unwrap()
     }
 
     #[test]

@@ -23,8 +23,11 @@ fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usiz
     let point = task.point;
     let kv_head = head / point.group();
     let q = values(&pool.q, &task.q, [batch, query, head]);
-    let score = |key| point.score(dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head])), [head, query, key])[0];
-    let keys: Vec<usize> = point.keys(query).filter(|&key| point.lists_keep(query, key)).collect();
+    let added = |key| task.added([batch, head, query, key]);
+    let product = |key| dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head]));
+    let score = |key| point.score(product(key), [head, query, key])[0] + added(key);
+    let keys = point.keys(query).filter(|&key| point.lists_keep(query, key));
+    let keys: Vec<usize> = keys.filter(|&key| added(key) != f64::NEG_INFINITY).collect();
     let scores: Vec<f64> = keys.iter().copied().map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
@@ -71,7 +74,7 @@ mod tests {
             o[((batch * 2 + head) * 4 + query) * 4 + dim] = mean;
             lse[(batch * 2 + head) * 4 + query] = 1.0 + ((query + 1) as f32).ln(); // 4 * 0.5 * 1.0 / sqrt(4)
         }
-        (v, Outputs { tensors: vec![o], lse })
+        (v, Outputs { tensors: vec![o], lse, d_bias: None })
     }
 
     fn complaint(change: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> Option<String> {

@@ -10,8 +10,9 @@ use hopper_attention::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, De
 use hopper_attention::{Float, Layout};
 
 use super::WORKSPACE_BYTES;
-use crate::entry::{Args, BackwardArgs, Dropping, Entry, Numbers, Packing};
+use crate::entry::{Args, BackwardArgs, Biasing, Dropping, Entry, Numbers, Packing};
 use crate::harness::contest::{Contestant, Outputs, Refusal, Task};
+use crate::point::BiasTensor;
 use crate::{Point, Role};
 
 /// A library, the stream that it enqueues on, and what it reads.
@@ -89,6 +90,18 @@ impl<T: Float> Library<'_, T> {
         Ok((Some(state), Dropping { dropout_state, dropout: percent as f32 / 100.0, reserved: 0 }))
     }
 
+    /// The bias of a point, if it has any, and what the entry is told of it. Refuses it for a library that knows no such thing.
+    fn biasing(&self, task: &Task<'_, T>) -> Result<(Option<CudaSlice<u8>>, Biasing), Refusal> {
+        let Some(form) = task.point.bias.option() else { return Ok((None, Biasing::NONE)) };
+        if !self.entry.adds() {
+            return Err(Refusal::Unsupported(format!("{} exports no hattn_peer_adds", self.name)));
+        }
+        let numbers = task.bias.context("the point's bias was not drawn")?;
+        let bias = self.stream.clone_htod(numbers.bytes()).map_err(anyhow::Error::from)?;
+        let biasing = Biasing::of(self.address(&bias), form);
+        Ok((Some(bias), biasing))
+    }
+
     /// The addresses of lists that may be missing.
     fn addresses(&self, lists: Option<&[CudaSlice<i32>; 3]>) -> [*const i32; 3] {
         lists.map_or([std::ptr::null(); 3], |lists| lists.each_ref().map(|list| self.address(list).cast()))
@@ -124,6 +137,7 @@ pub(super) struct Forward<'a, T> {
     slopes: Option<CudaSlice<f32>>,
     lists: Option<[CudaSlice<i32>; 3]>,
     state: Option<CudaSlice<i32>>,
+    bias: Option<CudaSlice<u8>>,
     args: Option<Args>,
 }
 
@@ -131,7 +145,7 @@ impl<'a, T: Float> Forward<'a, T> {
     /// With scratch that all libraries share.
     pub fn new(library: Library<'a, T>, workspace: Rc<RefCell<CudaSlice<u8>>>) -> Result<Self> {
         let (o, lse, offsets, slopes) = (library.poisoned(1)?, library.poisoned(1)?, None, None);
-        Ok(Self { o, lse, library, workspace, offsets, slopes, lists: None, state: None, args: None })
+        Ok(Self { o, lse, library, workspace, offsets, slopes, lists: None, state: None, bias: None, args: None })
     }
 }
 
@@ -152,6 +166,8 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
         self.lists = library.lists(task.point)?;
         let dropping;
         (self.state, dropping) = library.dropping(task.point)?;
+        let biasing;
+        (self.bias, biasing) = library.biasing(task)?;
         let [full_block_cnt, full_block_idx, mask_block_cnt] = library.addresses(self.lists.as_ref());
         self.o = library.poisoned(task.o.span())?;
         self.lse = library.poisoned(task.lse.span())?;
@@ -179,6 +195,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
             full_block_idx,
             mask_block_cnt,
             dropping,
+            biasing,
         });
         Ok(())
     }
@@ -192,7 +209,7 @@ impl<T: Float> Contestant<T> for Forward<'_, T> {
 
     fn outputs(&mut self) -> Result<Outputs<T>> {
         let stream = &self.library.stream;
-        Ok(Outputs { tensors: vec![stream.clone_dtoh(&self.o)?], lse: stream.clone_dtoh(&self.lse)? })
+        Ok(Outputs { tensors: vec![stream.clone_dtoh(&self.o)?], lse: stream.clone_dtoh(&self.lse)?, d_bias: None })
     }
 }
 
@@ -209,8 +226,11 @@ struct Ready<T> {
     _saved: (CudaSlice<T>, CudaSlice<f32>, CudaSlice<u8>, Option<CudaSlice<i32>>),
     _modifiers: (Option<CudaSlice<f32>>, Option<[CudaSlice<i32>; 3]>),
     _state: Option<CudaSlice<i32>>,
+    _bias: Option<CudaSlice<u8>>,
     /// dQ, dK and dV.
     gradients: [CudaSlice<T>; 3],
+    /// That of the bias, and the point that it is of.
+    d_bias: Option<(CudaSlice<u8>, Point)>,
     args: BackwardArgs,
 }
 
@@ -238,6 +258,7 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let (offsets, packing) = library.packing(task.point)?;
         let (slopes, lists) = (library.slopes(task.point)?, library.lists(task.point)?);
         let (state, dropping) = library.dropping(task.point)?;
+        let (bias, biasing) = library.biasing(task)?;
         let [full_block_cnt, full_block_idx, mask_block_cnt] = library.addresses(lists.as_ref());
         let (stream, driver, saved) = (&library.stream, anyhow::Error::from, task.saved()?);
         let o = saved.tensors.first().context("the forward left no O")?;
@@ -245,6 +266,8 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
         let lse = stream.clone_htod(&saved.lse).map_err(driver)?;
         let poisoned = |layout: &Layout<4>| library.poisoned(layout.span());
         let mut gradients = [poisoned(&task.q)?, poisoned(&task.k)?, poisoned(&task.v)?];
+        let unwritten = task.point.bias_gradient()?.map(|nan| stream.clone_htod(nan.bytes()));
+        let mut d_bias = unwritten.transpose().map_err(driver)?;
         let [q, k, v, d_o] = library.inputs();
         let [d_q, d_k, d_v] = gradients.each_mut().map(|memory| memory.device_ptr_mut(stream).0 as *mut c_void);
         let [of_q, of_k, of_v, of_o] = [&task.q, &task.k, &task.v, &task.o].map(strides);
@@ -277,6 +300,10 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             full_block_idx,
             mask_block_cnt,
             dropping,
+            biasing,
+            d_bias: d_bias
+                .as_mut()
+                .map_or(std::ptr::null_mut(), |memory| memory.device_ptr_mut(stream).0 as *mut c_void),
         };
         if let Some(workspace) = library.entry.backward_workspace {
             let mut bytes = 0;
@@ -291,7 +318,9 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
             _saved: (o, lse, scratch, offsets),
             _modifiers: (slopes, lists),
             _state: state,
+            _bias: bias,
             gradients,
+            d_bias: d_bias.map(|memory| (memory, task.point.clone())),
             args,
         });
         Ok(())
@@ -306,6 +335,10 @@ impl<T: Float> Contestant<T> for Backward<'_, T> {
     fn outputs(&mut self) -> Result<Outputs<T>> {
         let ready = self.ready.as_ref().context("not prepared")?;
         let copies = ready.gradients.iter().map(|memory| self.library.stream.clone_dtoh(memory));
-        Ok(Outputs { tensors: copies.collect::<Result<_, _>>()?, lse: vec![] })
+        let d_bias = match &ready.d_bias {
+            None => None,
+            Some((memory, point)) => BiasTensor::of_bytes(point, &self.library.stream.clone_dtoh(memory)?)?,
+        };
+        Ok(Outputs { tensors: copies.collect::<Result<_, _>>()?, lse: vec![], d_bias })
     }
 }

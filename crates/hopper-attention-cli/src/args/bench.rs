@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use hopper_attention_benches::{Class, Direction, HeadDims, Order, PointMask, Precision, Sweep};
+use hopper_attention_verify::bias::Bias;
 
 use super::words::{ArchArg, DeviceArg, parse_density, parse_percent};
 
@@ -135,6 +136,13 @@ pub struct PointArgs {
     /// Time scores with linear biases (ALiBi), with slopes of 2^(-8 h / heads). Peers that have none are named as such
     #[arg(long)]
     pub alibi: bool,
+    /// Time an additive bias of the scores: DTYPE, DTYPE:DIMENSIONS or DTYPE:DIMENSIONS:NUMBERS, such as f32:bhq or bf16:h:hidden
+    ///
+    /// As `hattn random --bias` has it, but for NUMBERS of lowest. A backward also computes the gradient of the bias. FLOPs are those
+    /// without it. A point of f32:bhq is named bias-f32-bhq. Peers in PyTorch get the numbers rounded to the type of Q. Peers that have
+    /// no bias are named as such. Not with --packed, --block-mask and --dtypes e4m3, and no backward with --softcap.
+    #[arg(long, value_name = "KIND", default_value_t = Bias::NONE)]
+    pub bias: Bias,
     /// Time dropout: the probability with which a weight becomes 0, in whole percent, from 0.01 to 0.99
     ///
     /// Ours and shared objects keep the same pairs of a query and a key, and the whole check uses these. A package in Python
@@ -194,6 +202,7 @@ impl PointArgs {
             },
             softcap: self.softcap,
             alibi: self.alibi,
+            bias: self.bias,
             dropout: self.dropout,
             block_mask: self.block_mask.clone(),
             filters: self.filter.clone(),
