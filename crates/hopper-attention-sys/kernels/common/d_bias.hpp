@@ -15,14 +15,14 @@
 #include "common/alibi.hpp"
 #include "common/around.hpp"
 #include "common/bias.hpp"
+#include "common/copy.hpp"
 #include "common/dropout.hpp"
 #include "common/fragment.hpp"
 #include "common/launch.hpp"
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
+#include "common/product.hpp"
 #include "common/scalars.hpp"
-#include "sm80/copy.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn {
 
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
   auto const address = [](auto const& tile_of) { return cute::cast_smem_ptr_to_uint(tile_of); };
   auto const load = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int first, int rows,
                         int columns) {
-    sm80::copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), sm80::head_address(tensor, batch, head),
-                                                             2 * tensor.stride_row, first, rows, columns, thread);
+    copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), head_address(tensor, batch, head),
+                                                       2 * tensor.stride_row, first, rows, columns, thread);
   };
   // The warp's rows of a times all rows of b, both of them tiles.
   using Sums = Fragment<float, kRows / 2>;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
       for (int n = 0; n < kRows / 16; ++n) {
         std::uint32_t b[4];
         load_matrices(Columns::of_step(step).template from<kRows>(y) + n * (16 * kSlabRowBytes), b);
-        sm80::multiply_step<Element, 1, kRows>(
+        multiply_step<Element, 1, kRows>(
             [&](int) -> auto const& { return a; }, b, n, sums);
       }
     }
@@ -136,14 +136,14 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
         load(storage.k, params.k, batch, head / group, first_key, params.seqlen_kv, params.head_dim_qk);
         load(storage.d_o, params.d_o, batch, head, first_query, params.seqlen_q, params.head_dim_vo);
         load(storage.v, params.v, batch, head / group, first_key, params.seqlen_kv, params.head_dim_vo);
-        sm80::commit_copies();
+        commit_copies();
         if (thread < kRows) {
           std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded;
           // (A block of queries may have fewer rows than a tile. Nobody asks for those that are missing.)
           storage.statistics[thread] = reinterpret_cast<typename Traits::Statistics const*>(
               params.statistics)[at + cute::min(first_query + thread, padded - 1)];
         }
-        sm80::await_copies<0>();
+        await_copies<0>();
         __syncthreads();
         Sums scores;
         Sums d_p;

@@ -2,9 +2,9 @@
 // its share.
 #pragma once
 
+#include "common/copy.hpp"
 #include "common/scalars.hpp"
 #include "sm80/bwd/traits.hpp"
-#include "sm80/copy.hpp"
 
 namespace hattn::sm80 {
 

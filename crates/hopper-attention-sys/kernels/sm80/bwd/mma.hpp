@@ -21,13 +21,13 @@
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/memory.hpp"
+#include "common/product.hpp"
 #include "common/scalars.hpp"
 #include "common/softcap.hpp"
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm80/bwd/load.hpp"
 #include "sm80/bwd/traits.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/around.hpp"
+#include "common/copy.hpp"
 #include "common/element.hpp"
 #include "common/row.hpp"
 #include "common/softmax.hpp"
@@ -11,7 +12,6 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
-#include "sm80/copy.hpp"
 
 namespace hattn::sm80 {
 

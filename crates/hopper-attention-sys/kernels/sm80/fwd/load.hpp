@@ -1,10 +1,10 @@
 // What a CTA copies to shared memory: Q once, K and V block by block. Every thread copies its share.
 #pragma once
 
+#include "common/copy.hpp"
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
-#include "sm80/copy.hpp"
 #include "sm80/fwd/traits.hpp"
 
 namespace hattn::sm80 {

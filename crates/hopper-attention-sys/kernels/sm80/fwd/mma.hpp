@@ -12,13 +12,13 @@
 #include "common/mask.hpp"
 #include "common/matrices.hpp"
 #include "common/max_logits.hpp"
+#include "common/product.hpp"
 #include "common/softcap.hpp"
 #include "common/visits.hpp"
 #include "sm80/fwd/epilogue.hpp"
 #include "sm80/fwd/load.hpp"
 #include "sm80/fwd/softmax.hpp"
 #include "sm80/fwd/traits.hpp"
-#include "sm80/product.hpp"
 
 namespace hattn::sm80 {
 

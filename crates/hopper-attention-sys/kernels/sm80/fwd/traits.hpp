@@ -5,6 +5,7 @@
 #include <cute/arch/util.hpp>
 #include <type_traits>
 
+#include "common/copy.hpp"
 #include "common/element.hpp"
 #include "common/max_logits.hpp"
 #include "common/row.hpp"
@@ -12,7 +13,6 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
-#include "sm80/copy.hpp"
 
 namespace hattn::sm80 {
 

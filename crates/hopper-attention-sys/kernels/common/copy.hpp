@@ -9,7 +9,7 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
-namespace hattn::sm80 {
+namespace hattn {
 
 // Where a head of a tensor of 16-bit elements begins.
 CUTE_DEVICE std::uint64_t head_address(TensorDesc const& tensor, int batch, int head) {
@@ -75,4 +75,4 @@ CUTE_DEVICE void copy_tile(std::uint32_t tile, std::uint64_t head, std::int64_t 
   }
 }
 
-}  // namespace hattn::sm80
+}  // namespace hattn

@@ -5,7 +5,7 @@
 
 #include "common/mma_sync.hpp"
 
-namespace hattn::sm80 {
+namespace hattn {
 
 // sums += A B, over 16 of the dimension that is summed over.
 //
@@ -21,4 +21,4 @@ CUTE_DEVICE void multiply_step(A const& a, std::uint32_t const (&b)[4], int step
   }
 }
 
-}  // namespace hattn::sm80
+}  // namespace hattn
