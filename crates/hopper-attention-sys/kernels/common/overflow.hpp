@@ -103,8 +103,7 @@ struct Overflows {
 
 // What puts a kernel's rows of O right. (Dropout is a mask, and so is a bias of -inf.)
 template <class Traits>
-using RepairOf =
-    std::conditional_t<Traits::kMask != MaskClass::Full || Traits::kDrops || Traits::kAddsBias, Leaks<Traits>,
-                       Overflows<Traits>>;
+using RepairOf = std::conditional_t<Traits::kMask != MaskClass::Full || Traits::kDrops || Traits::kAddsBias,
+                                    Leaks<Traits>, Overflows<Traits>>;
 
 }  // namespace hattn
