@@ -329,7 +329,7 @@ mod tests {
             || both(&["fp8"], &["softcap", "alibi", "max_logits", "blocks", "bias", "dropout"])
             || both(&["backward"], &["max_logits"])
             || both(&["blocks", "bias"], &["packed", "used lengths"])
-            || for_gpu && both(&["blocks"], &["softcap", "alibi", "max_logits", "dropout"])
+            || for_gpu && both(&["blocks"], &["softcap", "alibi", "max_logits", "bias", "dropout"])
     }
 
     #[test]
@@ -345,8 +345,7 @@ mod tests {
                     names[i + 1..].iter().for_each(|b| *pairs.entry((*a, *b)).or_default() += 1);
                 }
             }
-            // Kernels have no bias yet.
-            assert_eq!(seen.len(), if for_gpu { 16 } else { 17 }, "{seen:?}");
+            assert_eq!(seen.len(), 17, "{seen:?}");
             let all = seen.iter().flat_map(|a| seen.iter().map(move |b| (*a, *b))).filter(|(a, b)| a < b);
             for (a, b) in all {
                 let drawn = pairs.get(&(a, b)).or(pairs.get(&(b, a))).copied().unwrap_or(0);
