@@ -114,7 +114,6 @@ def attn_mask(p, mine, torch):
     return mine if mine.size(2) > 1 else filled(p, mine, torch)
 
 
-
 def gradient(p, q, k, v, d_o, bias, kept_of, torch):
     """The gradient in f64 of the first and the last batch entry and head of the bias: (batch entry, head, rows, [rows, keys]). `rows`
     are the first and the last queries. `kept_of` gives what dropout multiplies weights by, of a batch entry, head and rows."""

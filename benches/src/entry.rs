@@ -467,6 +467,22 @@ mod tests {
         assert!(read(223).is_err_and(|Refused(_, text)| text == "struct_bytes 223; allowed: 224 and above"));
     }
 
+    /// As many queries as keys, one key head, of head dim 16 in bf16.
+    fn short(batch: i32, tokens: i32, heads_q: i32) -> Numbers {
+        Numbers {
+            batch,
+            seqlen_q: tokens,
+            seqlen_kv: tokens,
+            heads_q,
+            heads_kv: 1,
+            head_dim_qk: 16,
+            head_dim_vo: 16,
+            dtype: 1,
+            softmax_scale: 0.25,
+            ..args().numbers
+        }
+    }
+
     /// Two queries on two keys, of which the bias of -inf hides the second from the first query.
     #[test]
     fn a_bias_reaches_the_raw_layer() {
@@ -474,18 +490,7 @@ mod tests {
         let (mut o, mut lse) = ([0x7fc0_u16; 2 * 16], [f32::NAN; 2]);
         let bias = [0.0, f32::NEG_INFINITY, 1.0, 1.0];
         let form = Bias::new(DType::F32).per_query(true);
-        let numbers = Numbers {
-            batch: 1,
-            seqlen_q: 2,
-            seqlen_kv: 2,
-            heads_q: 1,
-            heads_kv: 1,
-            head_dim_qk: 16,
-            head_dim_vo: 16,
-            dtype: 1,
-            softmax_scale: 0.25,
-            ..args().numbers
-        };
+        let numbers = short(1, 2, 1);
         let stride = [32, 16, 16];
         let args = Args {
             q: q.as_ptr().cast(),
@@ -525,18 +530,7 @@ mod tests {
     fn packed_sequences_reach_the_raw_layer() {
         let (q, v) = ([0_u16; 3 * 2 * 16], [[0x3f80_u16; 16], [0x4000; 16], [0x4080; 16]]); // 1, 2 and 4
         let (mut o, mut lse) = ([0x7fc0_u16; 3 * 2 * 16], [f32::NAN; 2 * 3]);
-        let numbers = Numbers {
-            batch: 2,
-            seqlen_q: 3,
-            seqlen_kv: 3,
-            heads_q: 2,
-            heads_kv: 1,
-            head_dim_qk: 16,
-            head_dim_vo: 16,
-            dtype: 1,
-            softmax_scale: 0.25,
-            ..args().numbers
-        };
+        let numbers = short(2, 3, 2);
         let offsets = [0, 1, 3];
         let packing = Packing { cu_seqlens: offsets.as_ptr(), longest: 2, reserved: 0 };
         let args = Args {

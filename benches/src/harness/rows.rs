@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use hopper_attention::cudarc::driver::CudaSlice;
-use hopper_attention::{Args, Float, ForwardPlan, KernelInfo, Slot, Stream, TensorMut, TensorRef, Workspace, kernels};
+use hopper_attention::{
+    Args, Float, ForwardPlan, KernelInfo, Layout, Slot, Stream, TensorMut, TensorRef, Workspace, kernels,
+};
 
 use super::contest::{Contestant, Contestants, Outputs, Place, Pool, Refusal, Task};
 use super::cuda::Cuda;
@@ -70,6 +72,9 @@ struct Row<'a, T> {
 struct Prepared<T> {
     plan: ForwardPlan,
     workspace: Workspace<'static>,
+    /// ALiBi's slopes and the state of dropout, where the point has them.
+    slopes: Option<CudaSlice<f32>>,
+    state: Option<CudaSlice<i32>>,
     o: CudaSlice<T>,
     lse: CudaSlice<f32>,
 }
@@ -89,6 +94,8 @@ impl<T: Float> Contestant<T> for Row<'_, T> {
         let plan = task.point.problem()?.plan_with_row(self.gpu.device(), self.row)?;
         self.ready = Some(Prepared {
             workspace: Workspace::alloc(&Stream::Cuda(stream.clone()), plan.workspace_bytes())?,
+            slopes: task.point.slopes().map(|slopes| stream.clone_htod(&slopes)).transpose().map_err(driver)?,
+            state: task.point.dropout_state().map(|state| stream.clone_htod(&state)).transpose().map_err(driver)?,
             o: stream.clone_htod(&vec![T::from_f32(f32::NAN); task.o.span()]).map_err(driver)?,
             lse: stream.clone_htod(&vec![f32::NAN; task.lse.span()]).map_err(driver)?,
             plan,
@@ -97,9 +104,22 @@ impl<T: Float> Contestant<T> for Row<'_, T> {
     }
 
     fn call(&mut self, task: &Task<'_, T>) -> Result<(), Refusal> {
-        let Prepared { plan, workspace, o, lse } = self.ready.as_mut().context("not prepared")?;
+        let Prepared { plan, workspace, slopes, state, o, lse } = self.ready.as_mut().context("not prepared")?;
         let [q, k, v] = [0, 1, 2].map(|i| self.inputs[i].as_view());
-        let args = Args::new()
+        let args = match slopes {
+            Some(slopes) => {
+                let at = Layout::contiguous([slopes.len()])?;
+                Args::new().read(Slot::AlibiSlopes, TensorRef::cuda(slopes.as_view(), at)?)
+            }
+            None => Args::new(),
+        };
+        let args = match state {
+            Some(state) => {
+                args.read(Slot::DropoutState, TensorRef::cuda(state.as_view(), Layout::contiguous([state.len()])?)?)
+            }
+            None => args,
+        };
+        let args = args
             .read(Slot::Q, TensorRef::cuda(q, task.q)?)
             .read(Slot::K, TensorRef::cuda(k, task.k)?)
             .read(Slot::V, TensorRef::cuda(v, task.v)?)

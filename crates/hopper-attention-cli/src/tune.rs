@@ -24,6 +24,7 @@ pub fn tune(args: &TuneArgs) -> Result<()> {
         !args.points.packed,
         "--packed: a tuning holds kernels of sequences that are not packed; allowed: without it"
     );
+    ensure!(args.points.block_mask.is_empty(), "--block-mask: one kernel takes lists of blocks; allowed: without it");
     ensure!(args.points.bias.is_none(), "--bias: a tuning is made without a bias; allowed: without it");
     let points = args.points.sweep(false).points()?;
     gpu::tune(args, ordinal, points, known, || AtomicFile::create(&args.output))

@@ -270,6 +270,13 @@ fn a_tuned_kernel_is_taken_and_right() {
         let text = check("causal");
         assert!(text.contains(&format!("{row}, tuned")) && text.contains("passed"), "{text}");
     }
+    // What modifiers read is there, too.
+    for modified in ["--alibi", "--dropout 0.1"] {
+        let output = folder.path("modified.tsv");
+        let output = output.to_str().expect("a UTF-8 path");
+        let text = hattn(format!("tune {sizes} {modified} --output {output}").split_whitespace()).fine();
+        assert!(text.contains("1 shapes on ") && text.lines().any(|line| line.contains(" us  sm90")), "{text}");
+    }
 }
 
 #[test]

@@ -20,6 +20,7 @@ fn what_cannot_be_tuned_is_refused_and_the_file_stays() {
     }]);
     hattn(["tune", "--directions", "fwd,bwd", "--output", output]).refused(&["--directions bwd: ", "allowed: fwd"]);
     hattn(["tune", "--packed", "--output", output]).refused(&["--packed: ", "allowed: without it"]);
+    hattn(["tune", "--block-mask", "1/4", "--output", output]).refused(&["--block-mask: ", "allowed: without it"]);
     hattn(["tune", "--gqa", "3", "--output", output]).refused(&["--gqa 3 does not divide"]);
     assert!(folder.names().is_empty(), "{:?}", folder.names());
     // A file that is something else is not overwritten.

@@ -512,7 +512,7 @@ mod ffi {
         bias: TensorDesc,
         /// Element type of `bias`, as there.
         bias_dtype: DType,
-        /// Gradient of the bias, of its shape and type, written (`kernels/sm90/bwd/d_bias.hpp`). May be absent.
+        /// Gradient of the bias, of its shape and type, written (`kernels/common/d_bias.hpp`). May be absent.
         d_bias: TensorDesc,
     }
 

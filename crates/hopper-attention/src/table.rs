@@ -54,7 +54,8 @@ impl KernelInfo {
         self.dtype
     }
 
-    /// The class of masks that the kernel computes.
+    /// The class of masks that the kernel is made for. It also computes those of narrower classes: `Window` causal and full masks,
+    /// and `Causal` full ones.
     pub fn mask(&self) -> MaskClass {
         self.mask
     }

@@ -47,11 +47,9 @@ pub(crate) fn modifying(
         }
     };
     let taken: Vec<_> = rows.into_iter().filter(takes).collect();
-    // Both types have them, and every class of masks.
+    // Both types have them, for every mask: those of class window compute them all.
     for dtype in [DType::BF16, DType::F16] {
-        for class in [MaskClass::Full, MaskClass::Causal, MaskClass::Window] {
-            assert!(taken.iter().any(|row| row.dtype() == dtype && row.mask() == class), "{dtype} {class}");
-        }
+        assert!(taken.iter().any(|row| row.dtype() == dtype && row.mask() == MaskClass::Window), "{dtype}");
     }
     taken
 }

@@ -10,6 +10,7 @@
 // Threads read the numbers of their scores from memory, in the order of the accumulator. Two scores of a lane are of
 // neighbouring keys in the forward, and are read in one access where they lie so. In the backward they are of
 // neighbouring queries, and are read one by one. A forward fetches the numbers of the next block into the L2 cache.
+// The sm90 kernels have a faster way for most biases (copied_bias.hpp).
 //
 // Blocks are always compared (common/softmax.hpp): no block says what the bias of the next one is.
 #pragma once
@@ -29,6 +30,9 @@ CUTE_HOST_DEVICE bool has_bias(Params const& params) {
   return params.bias.address != 0;
 }
 
+// The bytes of one number of it.
+CUTE_DEVICE int bytes_of_bias(DType dtype) { return dtype == DType::F32 ? 4 : 2; }
+
 // The bias of one head.
 struct BiasOfHead {
   std::uint64_t address;  // of query 0 and key 0
@@ -38,11 +42,11 @@ struct BiasOfHead {
   template <class Params>
   CUTE_DEVICE static BiasOfHead of(Params const& params, int batch, int head) {
     TensorDesc const& tensor = params.bias;
-    int const bytes = params.bias_dtype == DType::F32 ? 4 : 2;
+    int const bytes = bytes_of_bias(params.bias_dtype);
     return {tensor.address + bytes * (batch * tensor.stride_batch + head * tensor.stride_head),
             bytes * tensor.stride_row, params.bias_dtype};
   }
-  CUTE_DEVICE int bytes() const { return dtype == DType::F32 ? 4 : 2; }
+  CUTE_DEVICE int bytes() const { return bytes_of_bias(dtype); }
   CUTE_DEVICE std::uint64_t at(int query, int key) const {
     return address + query * row_bytes + static_cast<std::int64_t>(key) * bytes();
   }
@@ -59,6 +63,15 @@ struct BiasOfHead {
   // One number, as the bits of its type.
   CUTE_DEVICE std::uint32_t bits(std::uint64_t from) const {
     return dtype == DType::F32 ? load_word(from) : load_half(from);
+  }
+  // The two numbers of a word.
+  template <DType kDType>
+  CUTE_DEVICE static float2 both(std::uint32_t word) {
+    if constexpr (kDType == DType::BF16) {
+      return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000U)};
+    } else {
+      return unpack_pair<cutlass::half_t>(word);
+    }
   }
   // Its value.
   CUTE_DEVICE float value(std::uint32_t bits) const {
@@ -135,9 +148,8 @@ CUTE_DEVICE void add_bias_of_row(Scores& scores, float factor, std::uint64_t num
     }
     CUTE_UNROLL
     for (int i = 0; i < kAtATime; ++i) {
-      float2 const both = dtype == DType::BF16
-                              ? float2{__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000U)}
-                              : unpack_pair<cutlass::half_t>(words[i]);
+      float2 const both =
+          dtype == DType::BF16 ? BiasOfHead::both<DType::BF16>(words[i]) : BiasOfHead::both<DType::F16>(words[i]);
       add(begin + i, both.x, both.y);
     }
   }

@@ -30,7 +30,7 @@ CUTE_DEVICE std::uint64_t keys_address(TensorDesc const& tensor, PackedTile cons
   return head_address(tensor, tile.batch, head) + 2 * (tile.kv_begin * tensor.stride_row);
 }
 
-// Copies `bytes` (0 or 16) and fills the rest of 16 with zeros; of 0 bytes the source is not looked at.
+// Copies `bytes` (0 to 16) and fills the rest of 16 with zeros; of 0 bytes the source is not looked at.
 CUTE_DEVICE void copy_chunk(std::uint32_t shared, std::uint64_t global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");

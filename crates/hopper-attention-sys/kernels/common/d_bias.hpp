@@ -8,13 +8,15 @@
 // blocks of queries, and adds up their rows at the end. So each number is written once, the sum has one order, and no
 // scores are kept in memory. The price is two of the backward's five products.
 //
-// Four warps; each has 16 of the tile's queries and all of its keys. Shared memory has one block of Q, K, dO and V
-// each, in slabs of 64 columns (common/slab.hpp).
+// Four warps; each has 16 of the tile's queries and all of its keys. Shared memory has one block of Q, K, dO, V and the
+// bias each, in slabs of 64 columns (common/slab.hpp). A bias that cannot be copied there is read from memory.
 #pragma once
+
+#include <climits>
 
 #include "common/alibi.hpp"
 #include "common/around.hpp"
-#include "common/bias.hpp"
+#include "common/copied_bias.hpp"
 #include "common/copy.hpp"
 #include "common/dropout.hpp"
 #include "common/fragment.hpp"
@@ -35,11 +37,14 @@ struct BiasGradientTraits {
   static constexpr int kTileM = Traits::kTileM;  // queries of a block of the statistics
   static constexpr int kRows = 64;               // queries of a tile, and keys
   static constexpr int kThreads = 128;
+  static constexpr int kCtas = kHeadDim > 64 ? 2 : 3;  // of a multiprocessor
+  static_assert(kRows == kSlabColumns, "the bias of a tile is one slab");
   struct SharedStorage {
     alignas(1024) Element q[kRows * kHeadDim];
     alignas(1024) Element k[kRows * kHeadDim];
     alignas(1024) Element d_o[kRows * kHeadDim];
     alignas(1024) Element v[kRows * kHeadDim];
+    alignas(1024) std::uint16_t bias[kRows * kRows];
     Statistics statistics[kRows];
     float sums[kThreads / 32][kRows];  // of each warp's queries
   };
@@ -56,7 +61,8 @@ struct Sharers {
 CUTE_HOST_DEVICE int numbers_of(std::int64_t stride, int all) { return stride == 0 ? 1 : all; }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constant__ BwdParams const params) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
+    d_bias_kernel(__grid_constant__ BwdParams const params) {
   using Element = typename Traits::Element;
   constexpr int kRows = Traits::kRows;
   constexpr int kHeadDim = Traits::kHeadDim;
@@ -98,23 +104,39 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
     copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), head_address(tensor, batch, head),
                                                        2 * tensor.stride_row, first, rows, columns, thread);
   };
+  // The tile of a bias. Rows and keys past the last become zeros.
+  auto const load_bias = [&](BiasOfHead const& bias, int first_query) {
+    int const chunk = thread % 8;
+    int const bytes = bytes_of_chunk(first_key + 8 * chunk, params.seqlen_kv);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kRows / 16; ++pass) {
+      int const row = 16 * pass + thread / 8;
+      copy_chunk(slab_address(address(storage.bias), row, chunk), bias.at(first_query + row, first_key + 8 * chunk),
+                 first_query + row < params.seqlen_q ? bytes : 0);
+    }
+  };
   // The warp's rows of a times all rows of b, both of them tiles.
   using Sums = Fragment<float, kRows / 2>;
   auto const multiply = [&](auto const& a_tile, auto const& b_tile, Sums& sums) {
-    std::uint32_t const x = address(a_tile) + lane_offset_down(lane) + warp * (16 * kSlabRowBytes);
-    std::uint32_t const y = address(b_tile) + lane_offset_along(lane);
+    std::uint32_t x = address(a_tile) + lane_offset_down(lane) + warp * (16 * kSlabRowBytes);
+    std::uint32_t y = address(b_tile) + lane_offset_along(lane);
     clear(sums);
-    CUTE_UNROLL
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      std::uint32_t a[4];
-      load_matrices(Columns::of_step(step).template from<kRows>(x), a);
+    CUTE_NO_UNROLL  // registers are short
+        for (int slab = 0; slab < kHeadDim / kSlabColumns; ++slab) {
       CUTE_UNROLL
-      for (int n = 0; n < kRows / 16; ++n) {
-        std::uint32_t b[4];
-        load_matrices(Columns::of_step(step).template from<kRows>(y) + n * (16 * kSlabRowBytes), b);
-        multiply_step<Element, 1, kRows>(
-            [&](int) -> auto const& { return a; }, b, n, sums);
+      for (int step = 0; step < kSlabColumns / 16; ++step) {
+        std::uint32_t a[4];
+        load_matrices(Columns::of_step(step).template from<kRows>(x), a);
+        CUTE_UNROLL
+        for (int n = 0; n < kRows / 16; ++n) {
+          std::uint32_t b[4];
+          load_matrices(Columns::of_step(step).template from<kRows>(y) + n * (16 * kSlabRowBytes), b);
+          multiply_step<Element, 1, kRows>(
+              [&](int) -> auto const& { return a; }, b, n, sums);
+        }
       }
+      x += kRows * kSlabRowBytes;
+      y += kRows * kSlabRowBytes;
     }
   };
 
@@ -136,6 +158,9 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
         load(storage.k, params.k, batch, head / group, first_key, params.seqlen_kv, params.head_dim_qk);
         load(storage.d_o, params.d_o, batch, head, first_query, params.seqlen_q, params.head_dim_vo);
         load(storage.v, params.v, batch, head / group, first_key, params.seqlen_kv, params.head_dim_vo);
+        if (is_copied(params)) {
+          load_bias(bias, first_query);
+        }
         commit_copies();
         if (thread < kRows) {
           std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded;
@@ -149,40 +174,59 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
         Sums d_p;
         multiply(storage.q, storage.k, scores);
         multiply(storage.d_o, storage.v, d_p);
-        DropoutOfHead dropout{};
+        int const first_row = first_query + warp * 16 + lane / 4;
         if (has_dropout(params)) {
-          dropout = DropoutOfHead::of(params.dropout, batch * params.heads_q + head);
+          auto const dropout = DropoutOfHead::of(params.dropout, batch * params.heads_q + head);
+          auto first = static_cast<std::uint32_t>(anew(first_key) + 2 * (lane % 4));
+          CUTE_UNROLL
+          for (int i = 0; i < kRows / 32; ++i) {
+            CUTE_UNROLL
+            for (int c = 0; c < 2; ++c) {
+              // What one call decides. (One after the other: registers are short.)
+              CUTE_UNROLL
+              for (int at = 16 * i + c; at < 16 * (i + 1); at += 2) {
+                int const query = first_row + at / 2 % 2 * 8;
+                int const key = static_cast<int>(first) + at / 4 * 8 + c;
+                d_p(at) = dropout.drops(query, key, params.dropout.dropped) ? 0.0F : d_p(at);
+              }
+              first = after(__float_as_uint(d_p(16 * i + 14 + c)), first);
+            }
+          }
+        }
+        if (has_alibi(params)) {
+          add_alibi<kRows>(scores, slope, first_row + params.diagonal_offset - first_key - 2 * (lane % 4));
+        }
+        if (is_copied(params)) {
+          std::uint32_t const from = address(storage.bias) + warp * (16 * kSlabRowBytes) + lane_offset_down(lane);
+          if (params.bias_dtype == DType::BF16) {
+            CopiedBias<kRows>::add_numbers<DType::BF16, kRows, kRows, 1>(scores, factor, from, -INFINITY);
+          } else {
+            CopiedBias<kRows>::add_numbers<DType::F16, kRows, kRows, 1>(scores, factor, from, -INFINITY);
+          }
+        } else {
+          add_bias<true, kRows, 2>(
+              scores, factor, [&]() { return bias; }, first_row, params.seqlen_q, first_key, lane % 4,
+              params.seqlen_kv);
         }
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
-          int const row = warp * 16 + lane / 4 + 8 * r;
-          int const query = first_query + row;
-          typename Traits::Statistics const statistics = storage.statistics[row];
-          int const begin = band.template first_key<MaskClass::Window>(query);
+          int const query = first_row + 8 * r;
+          typename Traits::Statistics const statistics = storage.statistics[query - first_query];
+          float const negative_delta = statistics.negative_delta();
+          int const begin = band.template first_key<MaskClass::Window>(query) - first_key - 2 * (lane % 4);
           int const end = query >= params.seqlen_q || statistics.is_empty()
-                              ? 0
-                              : cute::min(params.seqlen_kv, band.template last_key<MaskClass::Window>(query) + 1);
+                              ? INT_MIN
+                              : cute::min(params.seqlen_kv, band.template last_key<MaskClass::Window>(query) + 1) -
+                                    first_key - 2 * (lane % 4);
           CUTE_UNROLL
           for (int i = 0; i < kRows / 8; ++i) {
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
               int const at = 4 * i + 2 * r + c;
-              int const key = first_key + 8 * i + 2 * (lane % 4) + c;
-              if (key < begin || key >= end) {
-                continue;
-              }
-              float const number = bias.one(query, key);
-              if (number == -INFINITY) {
-                continue;
-              }
-              float score = scores(at);
-              if (has_alibi(params)) {
-                score = with_alibi(score, slope, query + params.diagonal_offset - key);
-              }
-              float const p = statistics.weight(with_bias(score, factor, number, 0.0F), 1.0F, true);
-              bool const drops = has_dropout(params) && dropout.drops(query, key, params.dropout.dropped);
-              float const d_s = p * of_dropout * ((drops ? 0.0F : d_p(at)) + statistics.negative_delta());
-              gradient(at) += statistics.has_nan() ? NAN : d_s;
+              bool const kept = 8 * i + c >= begin && 8 * i + c < end && scores(at) != -INFINITY;
+              float const p = statistics.weight(scores(at), 1.0F, true) * of_dropout;
+              float const d_s = statistics.has_nan() ? NAN : p * (d_p(at) + negative_delta);
+              gradient(at) += kept ? d_s : 0.0F;
             }
           }
         }
@@ -192,7 +236,7 @@ __global__ void __launch_bounds__(Traits::kThreads) d_bias_kernel(__grid_constan
   }
 
   auto const store = [&](int query, int key, float value) {
-    int const bytes = params.bias_dtype == DType::F32 ? 4 : 2;
+    int const bytes = bytes_of_bias(params.bias_dtype);
     std::uint64_t const to = d_bias.address + bytes * (own_batch * d_bias.stride_batch + own_head * d_bias.stride_head +
                                                        query * d_bias.stride_row + key);
     if (params.bias_dtype == DType::F32) {

@@ -28,6 +28,9 @@ template <class Traits, class Main>
 Status prepare_backward(Main* main) noexcept {
   Status status = BwdStatistics<typename Traits::Plain>::load();
   status = is_ok(status) ? BwdConvert<typename Traits::Unmasked>::load() : status;
+  if constexpr (Traits::kTakesBias) {
+    status = is_ok(status) ? BwdBiasGradient<typename Traits::Unmasked>::load() : status;
+  }
   return is_ok(status) ? prepare_kernel(main, Traits::kSmemBytes) : status;
 }
 
@@ -142,21 +145,24 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
   return status;
 }
 
-// Starts the three kernels of a backward, where there are queries and keys. `encode` is as above. `start_main(scalars)`
-// starts the kernel in the middle.
+// Starts the three kernels of a backward, where there are queries and keys, and those of the gradients of sinks and of
+// a bias. `encode` is as above. `start_main(scalars)` starts the kernel in the middle.
 template <class Traits, class Encode, class StartMain>
 Status launch_backward(BwdParams const& params, CUstream_st* stream, Encode const& encode,
                        StartMain const& start_main) noexcept {
-  if (params.batch == 0 || params.seqlen_q == 0 || params.seqlen_kv == 0) {
-    return launch_fill_gradients(params, stream);
-  }
-  if (Status const status = encode(); !is_ok(status)) {
+  bool const is_empty = params.batch == 0 || params.seqlen_q == 0 || params.seqlen_kv == 0;
+  if (Status const status = is_empty ? launch_fill_gradients(params, stream) : encode(); !is_ok(status)) {
     return status;
   }
-  BwdStatistics<typename Traits::Plain>::launch(params, stream);
-  start_main(bwd_scalars<Traits>(params));
-  BwdConvert<typename Traits::Unmasked>::launch(params, stream);
-  BwdStatistics<typename Traits::Plain>::launch_sinks(params, stream);
+  if (!is_empty) {
+    BwdStatistics<typename Traits::Plain>::launch(params, stream);
+    start_main(bwd_scalars<Traits>(params));
+    BwdConvert<typename Traits::Unmasked>::launch(params, stream);
+    BwdStatistics<typename Traits::Plain>::launch_sinks(params, stream);
+  }
+  if constexpr (Traits::kTakesBias) {
+    BwdBiasGradient<typename Traits::Unmasked>::launch(params, stream);
+  }
   return to_status(cudaGetLastError());
 }
 

@@ -26,16 +26,12 @@ pub(super) fn tile_count(per_head: usize, heads: usize) -> Option<i32> {
     (tiles < MOST_TILES).then_some(tiles)
 }
 
-/// The class of kernels that computes a problem's mask. The class follows from the keys that the mask keeps, not from the
-/// variant of [`Mask`](crate::Mask): a causal mask with one query keeps every key, so the class is `Full`. Lists of blocks are a
-/// class of their own. Kernels that add a bias are of class `Window`, whatever the mask.
+/// The class of a problem's mask. It follows from the keys that the mask keeps, not from the variant of [`Mask`](crate::Mask): a
+/// causal mask with one query keeps every key, so the class is `Full`. Lists of blocks are a class of their own.
 pub fn mask_class(problem: &ForwardProblem) -> MaskClass {
     let dims = problem.dims();
     if problem.block_mask().is_some() {
         return MaskClass::Blocks;
-    }
-    if problem.bias().is_some() {
-        return MaskClass::Window;
     }
     let band = band(problem, dims.seqlen_q, dims.seqlen_kv);
     match (band.left, band.right, band.chunk, band.prefix) {
@@ -61,10 +57,11 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 ///    such problems, or problems without any of it;
 /// 6. softcap together with ALiBi or a bias: the kernel is not of the sm80 backward, and with a bias of no backward;
 /// 7. scores in f16: only if the problem allows them;
-/// 8. mask class;
+/// 8. mask class: the kernel computes masks of the problem's class;
 /// 9. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
 /// 10. dropout, and a bias: the kernel takes it;
-/// 11. shared memory: the GPU gives a CTA as much as the kernel asks for.
+/// 11. shared memory: the GPU gives a CTA as much as the kernel asks for;
+/// 12. mask class: no kernel that is left has the same head dims and a narrower class.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
@@ -167,18 +164,10 @@ pub(super) fn fitting<'a>(
         |row| row.scores != DType::F16 || problem.allows_half_scores(),
         |_| (format!("{dtype} operands without half_scores on a GPU"), "with half_scores".into()),
     )?;
-    let class = match mask_class(problem) {
-        // The sm80 kernels with dropout are those that add a bias.
-        MaskClass::Full | MaskClass::Causal
-            if problem.drops().is_some() && rows.iter().all(|row| row.arch == Arch::Sm80) =>
-        {
-            MaskClass::Window
-        }
-        class => class,
-    };
+    let class = mask_class(problem);
     let rows = filter_rows(
         rows,
-        |row| row.mask == class,
+        |row| computes_masks_of(row.mask, class),
         |rows| (format!("mask class {class} for {dtype}"), list(rows, |row| row.mask.to_string())),
     )?;
     let (qk, vo) = (dims.head_dim_qk, dims.head_dim_vo);
@@ -219,7 +208,7 @@ pub(super) fn fitting<'a>(
             return Err(unsupported(format!("{what} {got} on a GPU"), nearest));
         }
     }
-    filter_rows(
+    let rows = filter_rows(
         rows,
         |row| row.runs_on(gpu),
         |rows| {
@@ -227,7 +216,23 @@ pub(super) fn fitting<'a>(
             let wanted = format!("{least} bytes of shared memory a block, which the smallest kernel for this asks for");
             (wanted, format!("{} bytes on this GPU", gpu.smem_bytes_per_block))
         },
-    )
+    )?;
+    let narrower = |row: &KernelInfo, than: &KernelInfo| {
+        (row.head_dim_qk, row.head_dim_vo) == (than.head_dim_qk, than.head_dim_vo)
+            && row.mask != than.mask
+            && computes_masks_of(than.mask, row.mask)
+    };
+    Ok(rows.iter().copied().filter(|row| !rows.iter().any(|other| narrower(other, row))).collect())
+}
+
+/// Whether kernels of a class compute masks of another. A full mask is a causal one whose diagonal is past the last key, and both
+/// are windows without an end.
+fn computes_masks_of(kernel: MaskClass, mask: MaskClass) -> bool {
+    match mask {
+        MaskClass::Full => kernel != MaskClass::Blocks,
+        MaskClass::Causal => kernel == MaskClass::Causal || kernel == MaskClass::Window,
+        other => kernel == other,
+    }
 }
 
 /// What a problem does to its scores or weights or reads of them, with and without numbers.

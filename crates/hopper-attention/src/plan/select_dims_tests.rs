@@ -263,3 +263,28 @@ fn e4m3_takes_head_dims_of_192_with_128_and_of_256() {
         assert!(text.contains(&format!("head_dim_qk {qk} with head_dim_vo {vo}")) && text.ends_with(nearest), "{text}");
     }
 }
+
+/// A wider class computes a mask where no kernel of the same head dims has a narrower one.
+#[test]
+fn the_narrowest_class_computes_a_mask() {
+    let problem = |dim: usize, mask| problem(Dims { head_dim_qk: dim, head_dim_vo: dim, ..DIMS }, mask);
+    let classes = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
+    for (class, mask) in classes.into_iter().zip([Mask::Full, Mask::causal(), Mask::window(Some(9), Some(0))]) {
+        for dim in [96, 128] {
+            // Without the rows of some classes of this head dim.
+            for there in 0..8_u32 {
+                let there = |row: &KernelInfo| there >> row.mask as u32 & 1 != 0 || row.head_dim_qk != dim;
+                let rows: Vec<_> = wide().into_iter().filter(there).collect();
+                let least = classes.into_iter().find(|x| {
+                    *x as u32 >= class as u32 && rows.iter().any(|row| row.mask == *x && row.head_dim_qk == dim)
+                });
+                let taken = candidates(&problem(dim, mask), &H100, &rows).unwrap();
+                for row in taken.iter().filter(|row| row.head_dim_qk == dim) {
+                    assert_eq!(Some(row.mask), least, "{mask}, {dim}");
+                }
+                let head_dim = taken[0].head_dim_qk;
+                assert_eq!(head_dim == dim, least.is_some(), "{mask}, {dim}: {head_dim}");
+            }
+        }
+    }
+}

@@ -15,7 +15,6 @@ struct BwdLaunch {
     Status status = prepare_backward<Traits>(bwd_kernel<Traits>);
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
-      status = is_ok(status) ? BwdBiasGradient<typename Traits::Unmasked>::load() : status;
     }
     status = is_ok(status) ? prepare_schedule() : status;
     return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
@@ -28,20 +27,13 @@ struct BwdLaunch {
             <<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_bwd_scalars<Packed>(params));
       });
     }
-    Status const status = launch_backward<Traits>(params, stream, no_maps, [&](BwdScalars const& scalars) {
+    return launch_backward<Traits>(params, stream, no_maps, [&](BwdScalars const& scalars) {
       auto* kernel = bwd_kernel<Traits>;
       if constexpr (Traits::kTakesBias) {
         kernel = has_bias(params) || has_dropout(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;
       }
       kernel<<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
     });
-    if constexpr (Traits::kTakesBias) {
-      if (is_ok(status)) {
-        BwdBiasGradient<typename Traits::Unmasked>::launch(params, stream);
-        return to_status(cudaGetLastError());
-      }
-    }
-    return status;
   }
 };
 

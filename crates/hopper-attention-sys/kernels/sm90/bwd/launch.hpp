@@ -24,7 +24,6 @@ struct BwdLaunch {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
       if constexpr (Traits::kTakesBias) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
-        status = is_ok(status) ? BwdBiasGradient<typename Traits::Unmasked>::load() : status;
       }
       status = is_ok(status) ? prepare_schedule() : status;
       return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
@@ -49,7 +48,7 @@ struct BwdLaunch {
       }
       return encode.status;
     };
-    Status const status = launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
+    return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
       auto* kernel = bwd_kernel<Traits>;
       if constexpr (Traits::kMostShares > 1) {
         kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : kernel;
@@ -60,13 +59,6 @@ struct BwdLaunch {
       start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps},
                    kernel, params, scalars, map_q, map_k, map_v, map_d_o);
     });
-    if constexpr (Traits::kTakesBias) {
-      if (is_ok(status)) {
-        BwdBiasGradient<typename Traits::Unmasked>::launch(params, stream);
-        return to_status(cudaGetLastError());
-      }
-    }
-    return status;
   }
 
  private:

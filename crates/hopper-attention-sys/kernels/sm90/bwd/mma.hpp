@@ -21,6 +21,7 @@
 #include <cfloat>
 
 #include "common/alibi.hpp"
+#include "common/copied_bias.hpp"
 #include "common/dropout.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/mask.hpp"
@@ -114,6 +115,7 @@ struct BwdMma {
     QueryVisits visits{0, 0, 0};
     int visit = 0;
     int remaining = 0;  // steps of this share of a tile
+    bool more = true;   // whether there is a tile whose first scores are there
     auto warp_value = [](int value) { return __shfl_sync(0xffffffffU, value, 0); };
 
     // The tile in a buffer; the shuffles tell the compiler that it is the same in the whole warp.
@@ -319,15 +321,40 @@ struct BwdMma {
       }
       pack(tdS, tS);
     };
+    auto bias_of_head = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kAddsBias) {
+        return BiasOfHead::of(params, warp_value(storage.tile[k.stage].batch),
+                              static_cast<int>(storage.modifiers.slope_or_head[ring.stage]));
+      }
+    };
+    // Where the warp has the bias of its keys and the block: where its dS goes, later.
+    auto copied_bias = [&](int thread) __attribute__((always_inline)) {
+      return cute::cast_smem_ptr_to_uint(storage.d_s[ring.stage]) + warp_row(thread) * kSlabRowBytes;
+    };
+    using WarpBias = CopiedBiasTransposed<kM, kN * kSlabRowBytes>;
+    // Has the warp begin to copy it, when the products with the dS that was there are done. (There may be no block.)
+    auto copy_bias = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kAddsBias) {
+        if (more && is_copied(params)) {
+          int const thread = thread_in_group_anew(thread_in_group);
+          WarpBias::begin(copied_bias(thread), bias_of_head(), visits.block(visit) * kM, scalars.seqlen_q,
+                          n_block * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
+        }
+      }
+    };
     auto add_bias = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kAddsBias) {
         int const thread = thread_in_group_anew(thread_in_group);
-        auto const of_head = [&]() __attribute__((always_inline)) {
-          return BiasOfHead::of(params, warp_value(storage.tile[k.stage].batch),
-                                static_cast<int>(storage.modifiers.slope_or_head[ring.stage]));
-        };
+        if (is_copied(params)) {
+          await_copies<0>();
+          __syncwarp();
+          WarpBias::template add<Traits::kBiasAtATime / 2>(tS, scalars.scale_log2, copied_bias(thread),
+                                                           params.bias_dtype, thread % 32, kMasked);
+          __syncwarp();
+          return;
+        }
         add_bias_transposed<kM, Traits::kBiasAtATime>(
-            tS, scalars.scale_log2, of_head, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
+            tS, scalars.scale_log2, bias_of_head, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
             visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
       }
     };
@@ -482,6 +509,7 @@ struct BwdMma {
       int const stage = ring.stage ^ 1;
       auto const zero = static_cast<std::uint32_t>(scalars.batch >> 31);  // batch > 0, which ptxas does not know
       named_barrier_sync(1 + 2 * stage + consumer + (after & zero), 256);
+      copy_bias();
       issue_product<MmaDQ, false>(tQrdS.stage(stage), tQrK.stage(k_stage), tdQ);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
@@ -491,7 +519,6 @@ struct BwdMma {
       }
       store_queries();
     };
-    bool more = true;    // whether there is a tile whose first scores are there
     bool any = false;    // whether there was one before it
     bool fresh = false;  // whether the scores are of a new tile
     // One block: from its scores to the scores of the next block. `only` is of a block that is not a tile's first:
@@ -516,6 +543,8 @@ struct BwdMma {
             report_queries();
           }
           hand_over(k.stage ^ 1);
+        } else {
+          copy_bias();
         }
         any = true;
         clear(tdV);

@@ -44,6 +44,7 @@ struct Mma {
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
   static constexpr bool kAddsBias = Traits::kAddsBias;
+  static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
   static constexpr bool kRenews =
       kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
@@ -267,20 +268,54 @@ struct Mma {
         }
       }
     };
+    auto bias_of_head = [&]() __attribute__((always_inline)) {
+      auto const& tile = storage.tile[q.stage];
+      return BiasOfHead::of(params, static_cast<int>(read_shared(tile.batch)),
+                            static_cast<int>(read_shared(tile.head)));
+    };
+    // Where the warp has the bias of its queries and the next block.
+    auto copied_bias = [&]() __attribute__((always_inline)) {
+      if constexpr (kCopiesBias) {
+        return cute::cast_smem_ptr_to_uint(&storage.bias.rows[static_cast<unsigned>(thread_index_anew()) / 32 - 4][0]);
+      }
+    };
+    // Has the warp begin to copy that of a block, if there is a tile and such a block.
+    auto copy_bias = [&](auto ragged, int block) __attribute__((always_inline)) {
+      if constexpr (kCopiesBias) {
+        int const lane = static_cast<int>(static_cast<unsigned>(thread_index_anew()) % 32);
+        Traits::WarpBias::template begin<decltype(ragged)::value>(
+            is_copied(params) && m_block >= 0 && block >= 0, copied_bias(), bias_of_head(), own_row_anew() - lane / 4,
+            scalars.seqlen_q, block * Traits::kTileN, scalars.seqlen_kv, lane);
+      }
+    };
+    auto copy_first_bias = [&]() __attribute__((always_inline)) {
+      if constexpr (kCopiesBias) {
+        await_copies<0>();  // those of a block that the tile before does not visit
+        __syncwarp();
+        copy_bias(std::true_type{}, visits.block(visits.first()));
+      }
+    };
     // What brings scores to powers of two. (A bias has done it.)
     auto scale_of_scores = [&]() __attribute__((always_inline)) { return kAddsBias ? 1.0F : scalars.scale_log2; };
     // ALiBi, and the additive bias. ragged: whether the block may be the sequence's last.
     auto add_biases = [&]([[maybe_unused]] auto ragged, int visit) __attribute__((always_inline)) {
       add_alibi_bias(visit);
       if constexpr (kAddsBias) {
-        auto const of_head = [&]() __attribute__((always_inline)) {
-          auto const& tile = storage.tile[q.stage];
-          return BiasOfHead::of(params, static_cast<int>(read_shared(tile.batch)),
-                                static_cast<int>(read_shared(tile.head)));
-        };
+        if constexpr (kCopiesBias) {
+          if (is_copied(params)) {
+            await_copies<0>();
+            __syncwarp();
+            Traits::WarpBias::template add<cute::max(1, Traits::kBiasAtATime / 2)>(
+                tSrS, scalars.scale_log2, copied_bias(), params.bias_dtype,
+                static_cast<int>(static_cast<unsigned>(thread_index_anew()) % 32), -INFINITY);
+            __syncwarp();
+            copy_bias(std::false_type{}, visits.block(visit) - 1);
+            return;
+          }
+        }
         add_bias<decltype(ragged)::value, Traits::kTileN, Traits::kBiasAtATime>(
-            tSrS, scalars.scale_log2, of_head, own_row_anew(), scalars.seqlen_q, visits.block(visit) * Traits::kTileN,
-            thread_index_anew() & 3, scalars.seqlen_kv);
+            tSrS, scalars.scale_log2, bias_of_head, own_row_anew(), scalars.seqlen_q,
+            visits.block(visit) * Traits::kTileN, thread_index_anew() & 3, scalars.seqlen_kv);
       }
     };
     // Behind make_p.
@@ -416,7 +451,10 @@ struct Mma {
         if constexpr (kIsListed) {
           hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
         } else if constexpr (kMask != MaskClass::Full) {
-          mask_block(visit);
+          // With a bias, blocks between the edges are compared, too.
+          if (!kAddsBias || visits.on_edge(visit)) {
+            mask_block(visit);
+          }
         }
         see_largest();
         softmax.masked_block(tSrS, scale_of_scores(), [&](float const(&factors)[2]) {
@@ -473,6 +511,7 @@ struct Mma {
     }
     if (has_blocks) {
       int const skipped_before = enter_tile();
+      copy_first_bias();
       storage.q_full[0].wait(0);
       skip_k(skipped_before);
       storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
@@ -586,6 +625,7 @@ struct Mma {
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
       // the wait for the first would make ptxas serialise them.
       int const skipped_before_next = enter_tile();
+      copy_first_bias();
       skipped += m_block >= 0 ? skipped_before_next : 0;
       float inverse[2];
       if constexpr (Traits::kScoresWait) {

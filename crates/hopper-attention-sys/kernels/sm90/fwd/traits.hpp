@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/barrier.hpp"
+#include "common/copied_bias.hpp"
 #include "common/max_logits.hpp"
 #include "common/row.hpp"
 #include "common/slab.hpp"
@@ -128,7 +129,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Reading the bias takes most of the time, whatever the mask and the head dim. So few kernels do it, with any mask.
   static constexpr bool kTakesBias =
       kModified && !kPacked && kMask == MaskClass::Window && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
-  // Columns of a bias that are read at a time.
+  // Whether warps may copy the bias of their next block (common/copied_bias.hpp). Above head dim 128 there are no
+  // registers for it.
+  static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= 128;
+  // Columns of a bias that are read at a time, of eight each.
   static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
   // Above head dim 192 tiles leave little room.
@@ -175,12 +179,18 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     float slope[kRecords];                  // of ALiBi, of each tile (common/alibi.hpp)
     LargestScores largest[4 * kConsumers];  // of each warp (common/max_logits.hpp)
   };
+  // Of the kernel that adds a bias: that of each warp's queries and the keys of its next block.
+  using WarpBias = CopiedBias<kCopiesBias ? kTileN : kSlabColumns>;
+  struct OfBias {
+    alignas(128) char rows[4 * kConsumers][WarpBias::kBytes];
+  };
   struct SharedStorage : TableStorage<kTableBytes>,
                          std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
                          EntryStorage<kIsListed ? kStages : 0> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
+    std::conditional_t<kCopiesBias, OfBias, Nothing> bias;
     TileRecord tile[kRecords];  // whose Q is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kRecords];
     Mbarrier next_wanted;
