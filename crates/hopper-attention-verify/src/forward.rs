@@ -88,7 +88,8 @@ impl<T: Poison> Prepared<T> {
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
         }
-        // Rows with a part in garbage are not judged, and have NaN for it up to here. A maximum logit is one of all rows.
+        // Rows with a part in garbage are not judged, and have NaN for it up to here. A maximum logit is one of all rows. (Garbage
+        // in V is no part of a score. That of rows of no sequence, which `fill` puts into all inputs, has no part in anything.)
         let is_garbage =
             matches!(case.values, Values::Garbage(Input::Q | Input::K, garbage) if garbage != Garbage::Nan);
         if is_garbage && problem.wants_max_logits() {
@@ -230,5 +231,37 @@ impl<T: Poison> Ready for Prepared<T> {
 
     fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
         (&self.judge(outputs)).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layouts::Placement;
+    use crate::packing::Packing;
+    use hopper_attention::{Mask, bf16};
+
+    /// Garbage in one input and used lengths, where batch entries share K and V: the maximum logits are those of the sequences.
+    #[test]
+    fn maximum_logits_beside_garbage_in_shared_memory() {
+        for garbage in Garbage::ALL {
+            for input in [Input::Q, Input::K, Input::V] {
+                let packing = Packing { seqused_kv: Some(vec![67, 41]), ..Packing::default() };
+                let case = Case {
+                    packing,
+                    placement: Placement::SharedBatch,
+                    values: Values::Garbage(input, garbage),
+                    max_logits: true,
+                    ..Case::new(6, 90, 16, Mask::Full).heads(2, 2, 2)
+                };
+                let prepared = Prepared::<bf16>::new(&case);
+                if input == Input::V {
+                    let logits = &prepared.expected.oracle().max_logits;
+                    assert!(logits.iter().all(|logit| logit.value.is_finite()), "{case}");
+                }
+                let wrong = prepared.verdict_on_cpu().wrong;
+                assert!(wrong.is_none(), "{case}: {wrong:?}");
+            }
+        }
     }
 }
