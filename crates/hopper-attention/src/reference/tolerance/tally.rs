@@ -213,10 +213,11 @@ impl Tally {
         let [error, plain] = sums.squares.map(f64::sqrt);
         // The number of samples, if rows of a larger variance count more.
         let samples = sums.variance * sums.variance / (sums.variance_squares * copies);
+        let times = TIMES_RMS + if samples > 0.0 { deviations / (2.0 * samples).sqrt() } else { 0.0 };
+        let noise = plain.max(sums.variance.sqrt());
+        let noise_allowed = times * noise + sums.alike_squares.sqrt();
         if error > 0.0 {
-            let times = TIMES_RMS + if samples > 0.0 { deviations / (2.0 * samples).sqrt() } else { 0.0 };
-            let allowed = times * plain.max(sums.variance.sqrt()) + sums.alike_squares.sqrt();
-            self.worst(error / allowed, Bound::Rms(group), None);
+            self.worst(error / noise_allowed, Bound::Rms(group), None);
         }
         let [along, plain_along] = sums.along.map(f64::abs);
         if let Some(common) = self.common
@@ -225,8 +226,9 @@ impl Tally {
             let chance = deviations * sums.along_deviation * copies.sqrt();
             // Rows are rounded independently of each other, so far as they are not copies.
             let alike = sums.alike_along[0].min(deviations * sums.alike_along[1] * copies.sqrt());
-            let allowed =
-                chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + alike + sums.systematic_along;
+            // Elements that are nothing but noise have no factor: what the first line allows, this one does.
+            let chance = chance.max(TIMES_PLAIN * plain_along).max(noise_allowed * noise);
+            let allowed = chance + common * sums.exact_squares + alike + sums.systematic_along;
             if allowed > 0.0 {
                 self.worst(along / allowed, Bound::Common(group), None);
             }

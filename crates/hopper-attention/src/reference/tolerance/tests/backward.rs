@@ -2,9 +2,9 @@
 //! and fails wrong ones.
 
 use super::super::super::sample::{Given, normal};
-use super::super::super::{BackwardPlain, backward, backward_plain};
+use super::super::super::{BackwardPlain, DropoutMask, backward, backward_plain};
 use super::*;
-use crate::BackwardProblem;
+use crate::{BackwardProblem, Dropout};
 
 const SMALL: Dims =
     Dims { batch: 2, seqlen_q: 7, seqlen_kv: 9, heads_q: 4, heads_kv: 2, head_dim_qk: 5, head_dim_vo: 3 };
@@ -228,6 +228,40 @@ fn wrong_gradients_fail() {
             assert!(!report.passed(), "{dtype} {what}: {report}");
         }
     }
+}
+
+/// Equal inputs have a dQ of 0, as sums of terms that cancel: what is left are roundings. Their signs may be those of the f64
+/// oracle's own, which is no common factor. Larger errors fail, and so does a factor of what is more than noise.
+#[test]
+fn noise_has_no_common_factor() {
+    let dims = Dims { batch: 1, seqlen_q: 70, seqlen_kv: 4000, heads_q: 2, heads_kv: 1, ..DIMS };
+    let dropout = Dropout::new(0.999).unwrap();
+    let forward =
+        problem(DType::F16, dims, Mask::Full).to_builder().softcap(1.0).dropout(Some(dropout)).build().unwrap();
+    let problem = BackwardProblem::builder(&forward).build().unwrap();
+    let same = |shape| Tensor::from_fn(shape, |_| 0.75);
+    let (k, v) = (same(problem.d_k_shape()), same(problem.d_v_shape()));
+    let (q, d_o) = (same(problem.d_q_shape()), same(problem.d_o_shape()));
+    let modifiers =
+        Modifiers { dropout: DropoutMask::of(&forward, Some(crate::dropout_state(3, 5))), ..Modifiers::default() };
+    let expected =
+        BackwardExpected::with(&problem, &Lengths::default(), [&q, &k, &v, &d_o], None, modifiers, None).unwrap();
+    let with_errors = |times: f64| {
+        let mut got = expected.plain().clone();
+        for (got, exact) in got.d_q.data_mut().iter_mut().zip(expected.oracle().d_q.data()) {
+            *got = exact + times * (*got - exact).abs().copysign(*exact);
+        }
+        judged(&expected, &got)
+    };
+    let report = with_errors(1.0);
+    let largest = expected.oracle().d_q.data().iter().fold(0.0_f64, |max, x| max.max(x.abs()));
+    assert!(report.d_q.rms > 100.0 * largest, "{report}, {largest:e}");
+    assert!(report.passed() && report.d_q.ratios.common > 0.05, "{report}");
+    assert!(!with_errors(6.0).passed());
+    let mut got = expected.plain().clone();
+    got.d_v.data_mut().iter_mut().for_each(|x| *x *= 1.005);
+    let report = judged(&expected, &got);
+    assert!(report.d_v.ratios.common > 1.0, "{report}");
 }
 
 /// Weights below the smallest normal f32 may all be flushed to 0, which is one error of one sign for each pair.
