@@ -265,13 +265,14 @@ mod figures;
 mod tally;
 
 use std::fmt;
+use std::sync::OnceLock;
 
 use super::oracle::RowScale;
 use super::oracle::forward_told;
 use super::packed::belonging;
 use super::plain::forward_plain_told;
 use super::rounding::{
-    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, score_roundoff_16_bits,
+    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, hypot, score_roundoff_16_bits,
     unit_roundoff, weight_limit,
 };
 use super::work::{Told, Work, forward_units};
@@ -357,6 +358,8 @@ pub struct Expected {
     judged: Judged,
     oracle: Oracle,
     plain: Plain,
+    /// Of the exact output.
+    norms: Norms,
 }
 
 impl Expected {
@@ -453,6 +456,7 @@ impl Expected {
             oracle: forward_told(problem, lengths, inputs, modifiers, work)?,
             plain: forward_plain_told(problem, lengths, inputs, modifiers, scale_o, work)?,
             judged: Judged::of(problem, problem.o_shape(), lengths.sequences(problem).map(|[q, _]| q)),
+            norms: Norms::default(),
         })
     }
 
@@ -506,6 +510,7 @@ impl Expected {
 
     fn check_o(&self, got: &Tensor) -> Figures {
         let mut tally = Tally::new(got.shape(), Some(COMMON * self.unit_roundoff.max(self.output_roundoff)));
+        let norms = self.norms.of(&self.oracle.o);
         for (row, scale) in self.oracle.scales.iter().enumerate() {
             let [batch, head, query] = place(self.shape, row);
             if !self.judged.row(batch, query) {
@@ -525,8 +530,8 @@ impl Expected {
             let lost = self.oracle.lost.row(batch, query, head).iter().zip(&flushed);
             let lost: Vec<f64> = lost.map(|(lost, flushed)| lost.abs() + flushed).collect();
             let deviation = |of_p: f64, exact: f64| {
-                let rounding = (self.unit_roundoff * of_p).hypot(self.output_roundoff * exact);
-                ROUNDING * rounding.hypot(self.output_least)
+                let rounding = hypot(self.unit_roundoff * of_p, self.output_roundoff * exact);
+                ROUNDING * hypot(rounding, self.output_least)
                     + self.score_deviation * of_scores * of_p
                     + of_sums * of_p.max(exact.abs())
             };
@@ -536,7 +541,7 @@ impl Expected {
                 exact,
                 plain: self.plain.o.row(batch, query, head),
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
-                along: deviation(scale.along, squares_norm(exact)),
+                along: deviation(scale.along, norms[row]),
                 alike: alike([self.unit_roundoff * scale.alike, self.output_least * scale.alike], exact, weighted),
                 systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, &lost, exact, weighted),
                 floor: FLOOR * floor,
@@ -706,6 +711,24 @@ impl fmt::Display for Report {
             .into_iter()
             .filter_map(|(name, figures)| Some((name, figures.as_ref()?)))
             .try_for_each(|(name, figures)| write!(f, "; {name}: {figures}"))
+    }
+}
+
+/// The [`squares_norm`] of each row of an exact tensor, in the order of `[batch, head, token]`. Made once: a test may judge many
+/// results by one exact one.
+#[derive(Clone, Debug, Default)]
+struct Norms(OnceLock<Vec<f64>>);
+
+impl Norms {
+    /// `exact` must be the same each time.
+    fn of(&self, exact: &Tensor) -> &[f64] {
+        let [batch, seqlen, heads, _] = exact.shape();
+        // In one thread: one that waits for others may take a task that asks for the same, and would wait for itself.
+        let norm = |row| {
+            let [batch, head, token] = place([batch, heads, seqlen], row);
+            squares_norm(exact.row(batch, token, head))
+        };
+        self.0.get_or_init(|| (0..batch * heads * seqlen).map(norm).collect())
     }
 }
 
