@@ -76,7 +76,7 @@ fn sinks_input(sinks: &SinksImage) -> hattn_tensor {
 }
 
 /// A run through C gives what the safe crate gives, bit for bit, gaps and guard bands included. What the safe crate gives for
-/// these lists of cases is judged by `cpu.rs` and its neighbours.
+/// these lists of cases is judged by the tests `cpu` and `cpu_more`.
 fn same_results<T: Poison>(case: &Case) {
     let prepared = Prepared::<T>::new(case);
     let [mut through_c, mut safe] = [prepared.outputs(), prepared.outputs()];
