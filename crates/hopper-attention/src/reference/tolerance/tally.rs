@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::super::rounding::hypot;
 use super::figures::{Bound, Figures, Group};
-use super::{BLOCK, COLUMN_DEVIATIONS, DEVIATIONS, TIMES_PLAIN, TIMES_RMS};
+use super::{BLOCK, COLUMN_DEVIATIONS, DEVIATIONS, NOISE, TIMES_PLAIN, TIMES_RMS};
 
 /// One row to be judged.
 pub(super) struct Row<'a> {
@@ -233,7 +233,9 @@ impl Tally {
             // Rows are rounded independently of each other, so far as they are not copies.
             let alike = sums.alike_along[0].min(deviations * sums.alike_along[1] * copies.sqrt());
             // Elements that are nothing but noise have no factor: what the first line allows, this one does.
-            let chance = chance.max(TIMES_PLAIN * plain_along).max(noise_allowed * noise);
+            let exact = sums.exact_squares.sqrt();
+            let of_noise = noise_allowed * exact * (noise / (NOISE * exact)).powi(2).min(1.0);
+            let chance = chance.max(TIMES_PLAIN * plain_along).max(of_noise);
             let allowed = chance + common * sums.exact_squares + alike + sums.systematic_along;
             if allowed > 0.0 {
                 self.worst(along / allowed, Bound::Common(group), None);
