@@ -101,11 +101,16 @@ pub fn on_cpu<P: Ready>(case: &Case) -> Verdict {
 /// # Panics
 /// Where that is not so.
 pub fn catch_on_cpu<P: Mutated>(cases: impl IntoIterator<Item = Case>) {
-    let mut applied = BTreeMap::new();
-    for case in cases {
-        let prepared = P::of(&case);
+    let cases: Vec<Case> = cases.into_iter().collect();
+    let caught = |case: &Case| {
+        let (prepared, mut applied) = (P::of(case), BTreeMap::new());
         let outputs = prepared.on_cpu().unwrap_or_else(|why| panic!("{case}: {why}"));
         prepared.catch_all(&outputs, &"cpu", &mut applied);
+        applied
+    };
+    let mut applied = BTreeMap::<&str, usize>::new();
+    for of_case in cases.par_iter().with_max_len(1).map(caught).collect::<Vec<_>>() {
+        of_case.into_iter().for_each(|(name, count)| *applied.entry(name).or_default() += count);
     }
     assert!(!applied.is_empty(), "no mutation at all");
     for (mutation, applied) in applied {
@@ -200,10 +205,10 @@ impl Runner {
 
     /// Takes the CPU backend's verdicts on cases, or on a share of them (`share`).
     pub fn take_cpu<P: Ready>(&mut self, row: usize, cases: &[Case]) {
-        for cases in share(cases).chunks(64) {
-            for prepared in P::all(cases) {
-                self.take(row, prepared.case(), P::DTYPE, prepared.verdict_on_cpu());
-            }
+        let cases = share(cases);
+        let verdicts: Vec<Verdict> = cases.par_iter().with_max_len(1).map(on_cpu::<P>).collect();
+        for (case, verdict) in cases.iter().zip(verdicts) {
+            self.take(row, case, P::DTYPE, verdict);
         }
     }
 

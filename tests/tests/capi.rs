@@ -15,9 +15,10 @@ use hopper_attention_tests::c::{
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::dropout;
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
-use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
+use hopper_attention_tests::runner::{Outputs, Prepared, Ready};
 use hopper_attention_tests::sinks::{self, SinksImage};
 use hopper_attention_tests::softcap;
+use rayon::prelude::*;
 
 fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
     tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
@@ -74,38 +75,50 @@ fn sinks_input(sinks: &SinksImage) -> hattn_tensor {
     }
 }
 
-fn verdict<T: Poison>(prepared: &Prepared<T>) -> Verdict {
-    let mut outputs = prepared.outputs();
-    let memory = memory(prepared, &mut outputs);
-    let run = Plan::new(&problem(&prepared.problem), HATTN_CPU).and_then(|plan| {
-        assert_eq!(plan.workspace_bytes(), 0);
-        // SAFETY: the addresses and layouts are those of live images.
-        unsafe { plan.run(&memory, null_mut()) }
+/// A run through C gives what the safe crate gives, bit for bit, gaps and guard bands included. What the safe crate gives for
+/// these lists of cases is judged by the tests `cpu` and `cpu_more`.
+fn same_results<T: Poison>(case: &Case) {
+    let prepared = Prepared::<T>::new(case);
+    let [mut through_c, mut safe] = [prepared.outputs(), prepared.outputs()];
+    let memory = memory(&prepared, &mut through_c);
+    let plan = Plan::new(&problem(&prepared.problem), HATTN_CPU).unwrap();
+    assert_eq!(plan.workspace_bytes(), 0);
+    // SAFETY: the addresses and layouts are those of live images.
+    unsafe { plan.run(&memory, null_mut()) }.unwrap_or_else(|why| panic!("{} {case}: {why:?}", T::DTYPE));
+    prepared.compute(&mut safe).unwrap();
+    assert!(bits(&through_c.o) == bits(&safe.o), "{} {case}: o differs", T::DTYPE);
+    assert!(through_c.lse.as_ref().map(bits) == safe.lse.as_ref().map(bits), "{} {case}: lse differs", T::DTYPE);
+    let [got, want] = [&through_c, &safe].map(|outputs| outputs.max_logits.as_ref().map(bits));
+    assert!(got == want, "{} {case}: max_logits differ", T::DTYPE);
+    through_c.check_written().unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
+}
+
+fn bits<T: Poison, const R: usize>(image: &Image<T, R>) -> Vec<u32> {
+    image.data().iter().map(|x| x.bits()).collect()
+}
+
+/// Both passes of these cases, in types that the list of cases has.
+fn same_in_both_passes<'a>(cases: impl Iterator<Item = &'a Case>) {
+    let cases: Vec<&Case> = cases.collect();
+    assert!(cases.len() >= 3, "{} cases", cases.len());
+    cases.par_iter().for_each(|case| {
+        same_results::<bf16>(case);
+        same_gradients::<f32>(case);
     });
-    if let Err((status, text)) = run {
-        return Verdict::failed(format!("status {status}: {text}"));
-    }
-    match outputs.check_written() {
-        Ok(()) => prepared.verdict(&outputs),
-        Err(why) => Verdict::failed(why),
-    }
 }
 
 #[test]
-fn cases_through_c_keep_the_tolerance() {
+fn results_through_c_are_the_safe_crates() {
     let all = cases(Grid::from_env(), &Tiles { m: vec![64], n: vec![128] });
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, f16", "C on the cpu, f32"]);
     // Head dims above those of kernels, too.
     let wide = wide();
-    for (i, case) in all.iter().step_by(7).chain(wide.iter().step_by(4)).enumerate() {
-        let (dtype, verdict) = match i % 3 {
-            0 => (DType::BF16, verdict(&Prepared::<bf16>::new(case))),
-            1 => (DType::F16, verdict(&Prepared::<f16>::new(case))),
-            _ => (DType::F32, verdict(&Prepared::<f32>::new(case))),
-        };
-        runner.take(i % 3, case, dtype, verdict);
-    }
-    runner.finish();
+    let some: Vec<&Case> = all.iter().step_by(7).chain(wide.iter().step_by(4)).collect();
+    assert!(some.len() >= 3, "{} cases", some.len());
+    some.par_iter().enumerate().for_each(|(i, case)| match i % 3 {
+        0 => same_results::<bf16>(case),
+        1 => same_results::<f16>(case),
+        _ => same_results::<f32>(case),
+    });
 }
 
 fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut backward::Outputs<T>) -> BackwardMemory {
@@ -137,13 +150,8 @@ fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut ba
 }
 
 #[test]
-fn biases_through_c_keep_the_tolerance() {
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
-    for case in bias::cases(Grid::from_env()).iter().step_by(97) {
-        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
-        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
-    }
-    runner.finish();
+fn biases_through_c_are_the_safe_crates() {
+    same_in_both_passes(bias::cases(Grid::from_env()).iter().step_by(97));
 }
 
 #[test]
@@ -186,62 +194,34 @@ fn biases_are_refused_by_name_through_c() {
 }
 
 #[test]
-fn sinks_through_c_keep_the_tolerance() {
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
-    for case in sinks::cases(Grid::from_env()).iter().step_by(5) {
-        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
-        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
-    }
-    runner.finish();
-}
-
-fn backward_verdict(prepared: &backward::Prepared<f32>) -> Verdict {
-    let mut outputs = prepared.outputs();
-    let memory = backward_memory(prepared, &mut outputs);
-    let plan = Plan::new(&backward_problem(&prepared.problem), HATTN_CPU).unwrap();
-    // SAFETY: the addresses and layouts are those of live images.
-    let ran = unsafe { plan.run(&memory, null_mut()) }.map_err(|(_, text)| text);
-    let ran = ran.and_then(|()| outputs.check_written()).map(|()| outputs);
-    prepared.verdict_on(ran)
+fn sinks_through_c_are_the_safe_crates() {
+    same_in_both_passes(sinks::cases(Grid::from_env()).iter().step_by(5));
 }
 
 #[test]
-fn capped_scores_through_c_keep_the_tolerance() {
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+fn capped_scores_through_c_are_the_safe_crates() {
     let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 60_000;
-    for case in softcap::cases(Grid::from_env()).iter().filter(cheap).step_by(23) {
-        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
-        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
-    }
-    runner.finish();
+    same_in_both_passes(softcap::cases(Grid::from_env()).iter().filter(cheap).step_by(23));
 }
 
 #[test]
-fn biased_scores_through_c_keep_the_tolerance() {
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+fn biased_scores_through_c_are_the_safe_crates() {
     let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 60_000;
-    for case in alibi::cases(Grid::from_env()).iter().filter(cheap).step_by(17) {
-        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
-        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
-    }
-    runner.finish();
+    same_in_both_passes(alibi::cases(Grid::from_env()).iter().filter(cheap).step_by(17));
 }
 
 #[test]
-fn lists_of_blocks_through_c_keep_the_tolerance() {
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+fn lists_of_blocks_through_c_are_the_safe_crates() {
     let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 120_000;
+    let cases = blocks::cases(Grid::from_env());
+    let some = || cases.iter().filter(cheap).step_by(13);
     let mut forms = [0; 4];
-    for case in blocks::cases(Grid::from_env()).iter().filter(cheap).step_by(13) {
-        let prepared = Prepared::<bf16>::new(case);
-        let form = prepared.blocks.as_ref().unwrap().mask;
+    for form in some().map(|case| case.block_lists().unwrap().mask) {
         let has = [form.most_partial() > 0, form.has_full_blocks(), form.is_per_batch(), form.is_per_head()];
         forms.iter_mut().zip(has).for_each(|(count, has)| *count += usize::from(has));
-        runner.take(0, case, DType::BF16, verdict(&prepared));
-        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
     }
-    runner.finish();
     assert!(forms.iter().all(|&count| count > 2), "{forms:?}");
+    same_in_both_passes(some());
 }
 
 #[test]
@@ -325,15 +305,10 @@ fn slopes_and_maximum_logits_are_refused_by_name_through_c() {
 }
 
 #[test]
-fn dropout_through_c_keeps_the_tolerance() {
-    let mut runner = Runner::new(["C on the cpu, bf16", "C on the cpu, gradients in f32"]);
+fn dropout_through_c_is_the_safe_crates() {
     // 0 stands for no dropout in C, so there is none with a probability that is rounded to 0.
     let cheap = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv < 60_000 && case.dropout > 1e-4;
-    for case in dropout::cases(Grid::from_env()).iter().filter(cheap).step_by(11) {
-        runner.take(0, case, DType::BF16, verdict(&Prepared::<bf16>::new(case)));
-        runner.take(1, case, DType::F32, backward_verdict(&backward::Prepared::<f32>::new(case)));
-    }
-    runner.finish();
+    same_in_both_passes(dropout::cases(Grid::from_env()).iter().filter(cheap).step_by(11));
 }
 
 #[test]
@@ -469,9 +444,13 @@ fn same_gradients<T: Poison>(case: &Case) {
     for (name, got, want) in
         [("d_q", &through_c.d_q, &safe.d_q), ("d_k", &through_c.d_k, &safe.d_k), ("d_v", &through_c.d_v, &safe.d_v)]
     {
-        let bits = |image: &Image<T, 4>| image.data().iter().map(|x| x.bits()).collect::<Vec<_>>();
         assert!(bits(got) == bits(want), "{} {case}: {name} differs", T::DTYPE);
     }
+    let [got, want] = [&through_c, &safe].map(|outputs| outputs.d_sinks.as_ref().map(bits));
+    assert!(got == want, "{} {case}: d_sinks differ", T::DTYPE);
+    let values = |bias: &BiasImage| bias.values().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+    let [got, want] = [&through_c, &safe].map(|outputs| outputs.d_bias.as_ref().map(values));
+    assert!(got == want, "{} {case}: dbias differs", T::DTYPE);
     through_c.check_written().unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
 }
 
@@ -479,16 +458,13 @@ fn same_gradients<T: Poison>(case: &Case) {
 fn gradients_through_c_are_the_safe_crates() {
     let all = cases(Grid::from_env(), &Tiles { m: vec![64], n: vec![128] });
     let short = |case: &&Case| case.dims.seqlen_q * case.dims.seqlen_kv * case.dims.heads_q < 100_000;
-    let mut compared = 0;
-    for (i, case) in all.iter().filter(short).step_by(13).enumerate() {
-        match i % 3 {
-            0 => same_gradients::<bf16>(case),
-            1 => same_gradients::<f16>(case),
-            _ => same_gradients::<f32>(case),
-        }
-        compared += 1;
-    }
-    assert!(compared >= 3, "{compared} cases");
+    let some: Vec<&Case> = all.iter().filter(short).step_by(13).collect();
+    assert!(some.len() >= 3, "{} cases", some.len());
+    some.par_iter().enumerate().for_each(|(i, case)| match i % 3 {
+        0 => same_gradients::<bf16>(case),
+        1 => same_gradients::<f16>(case),
+        _ => same_gradients::<f32>(case),
+    });
 }
 
 fn case() -> Case {

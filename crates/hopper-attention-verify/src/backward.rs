@@ -12,7 +12,7 @@ use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
 use crate::dropout;
 use crate::packing::{read, read_numbers, write};
-use crate::ready::{Ready, Verdict};
+use crate::ready::{Deferred, Ready, Verdict};
 use crate::sinks::SinksImage;
 
 /// A case for one element type, with its inputs in guarded memory and what must come out. O and the LSE are those of the
@@ -49,7 +49,7 @@ pub struct Prepared<T> {
     /// The words of the seed and the offset of dropout, where the case has any.
     pub dropout_state: Option<[i32; 4]>,
     /// What must come out.
-    pub expected: BackwardExpected,
+    pub expected: Deferred<BackwardExpected>,
 }
 
 /// The outputs of a run.
@@ -68,7 +68,7 @@ pub struct Outputs<T> {
 }
 
 impl<T: Poison> Prepared<T> {
-    /// Makes the inputs and computes what must come out.
+    /// Makes the inputs. What must come out is computed when it is asked for.
     pub fn new(case: &Case) -> Self {
         Self::edited(case, |_, _| {})
     }
@@ -123,15 +123,24 @@ impl<T: Poison> Prepared<T> {
             let values = case.values.tensor(Input::DO, [batch, heads, seqlen, 1], !case.seed);
             Image::holding(values.data(), numbers).of_sequences(rows(0), 2)
         });
-        let expected = BackwardExpected::with(
-            &problem,
-            &lengths,
-            [&q.tensor(), &k.tensor(), &v.tensor(), &d_o.tensor()],
-            d_lse.as_ref().map(Image::values).as_deref(),
-            modifiers,
-            None,
-        )
-        .expect("matching shapes");
+        let expected = {
+            let inputs = [q.tensor(), k.tensor(), v.tensor(), d_o.tensor()];
+            let (problem, packing, d_lse) = (problem.clone(), case.packing.clone(), d_lse.as_ref().map(Image::values));
+            let (sink_values, slopes, biases, blocks) =
+                (sink_values.clone(), slopes.clone(), biases.clone(), blocks.clone());
+            Deferred::new(move || {
+                let modifiers = Modifiers {
+                    sinks: sink_values.as_deref(),
+                    alibi_slopes: slopes.as_deref(),
+                    bias: biases.as_deref(),
+                    blocks: blocks.as_ref().map(BlocksImage::borrowed),
+                    dropout: DropoutMask::of(problem.forward(), dropout_state),
+                };
+                let inputs = inputs.each_ref();
+                BackwardExpected::with(&problem, &packing.lengths(), inputs, d_lse.as_deref(), modifiers, None)
+                    .expect("matching shapes")
+            })
+        };
         for image in [&mut q, &mut k, &mut v, &mut d_o] {
             case.values.fill(image);
         }
@@ -295,7 +304,9 @@ impl<T: Poison> Ready for Prepared<T> {
     const DTYPE: DType = T::DTYPE;
 
     fn of(case: &Case) -> Self {
-        Self::new(case)
+        let prepared = Self::new(case);
+        prepared.expected.compute();
+        prepared
     }
 
     fn case(&self) -> &Case {

@@ -227,15 +227,18 @@ impl<T: Poison, const R: usize> Image<T, R> {
     }
 
     /// The same tensor, some of whose rows belong to no sequence. `axis` is the dimension of the rows. These rows of an input
-    /// are NaN from now on. Those of an output are not written, unless they are filled.
+    /// are NaN from now on, but for memory that they share with a row of a sequence. Those of an output are not written, unless
+    /// they are filled.
     #[must_use]
     pub fn of_sequences(mut self, rows: Option<&Rows>, axis: usize) -> Self {
         let Some(rows) = rows else { return self };
         let (shape, offsets) = (self.layout.shape(), self.offsets());
-        for (i, offset) in offsets.into_iter().enumerate() {
-            if !rows.belongs(row_of(shape, axis, i)) {
-                self.inner_mut()[offset] = T::POISON;
-            }
+        let mut used = vec![false; self.inner().len()];
+        for (i, &offset) in offsets.iter().enumerate() {
+            used[offset] |= rows.belongs(row_of(shape, axis, i));
+        }
+        for offset in offsets.into_iter().filter(|&offset| !used[offset]) {
+            self.inner_mut()[offset] = T::POISON;
         }
         self.rows = Some((rows.clone(), axis));
         self
@@ -340,5 +343,31 @@ impl<T: Poison> Image<T, 4> {
     /// What it holds, as the oracle reads it.
     pub fn tensor(&self) -> Tensor {
         Tensor::from_strided(self.inner(), &self.layout)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::Case;
+    use crate::layouts::Placement;
+    use crate::packing::Packing;
+    use hopper_attention::Mask;
+
+    /// Batch entries of different lengths share K and V: a row is NaN where none of them has it, and nowhere else.
+    #[test]
+    fn shared_rows_of_a_sequence_are_no_gaps() {
+        let packing = Packing { seqused_kv: Some(vec![7, 4]), ..Packing::default() };
+        let case = Case { packing, ..Case::new(3, 10, 8, Mask::Full).heads(2, 1, 1) };
+        let problem = case.problem(DType::BF16);
+        let belonging = case.packing.belonging(&problem);
+        let nan_rows = |placement: Placement| {
+            let tensor = case.values.tensor(Input::K, problem.k_shape(), 1);
+            let image = Image::<bf16, 4>::of(&tensor, placement.layout(problem.k_shape(), true));
+            let tensor = image.of_sequences(belonging.as_ref().map(|[_, kv]| kv), 1).tensor();
+            [0, 1].map(|batch| (0..10).filter(|&key| tensor.row(batch, key, 0).iter().all(|x| x.is_nan())).count())
+        };
+        assert_eq!(nan_rows(Placement::Bshd), [3, 6]);
+        assert_eq!(nan_rows(Placement::SharedBatch), [3, 3]);
     }
 }

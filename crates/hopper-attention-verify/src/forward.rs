@@ -10,7 +10,7 @@ use crate::case::Case;
 use crate::data::{Garbage, Image, Input, Poison, Values};
 use crate::dropout;
 use crate::packing::{read, write, write_numbers};
-use crate::ready::{Ready, Verdict};
+use crate::ready::{Deferred, Ready, Verdict};
 use crate::sinks::SinksImage;
 
 /// A case for one element type, with its inputs in guarded memory and what must come out.
@@ -37,7 +37,7 @@ pub struct Prepared<T> {
     /// The words of the seed and the offset of dropout, where the case has any.
     pub dropout_state: Option<[i32; 4]>,
     /// What must come out.
-    pub expected: Expected,
+    pub expected: Deferred<Expected>,
 }
 
 /// The outputs of a run.
@@ -52,7 +52,7 @@ pub struct Outputs<T> {
 }
 
 impl<T: Poison> Prepared<T> {
-    /// Makes the inputs and computes what must come out.
+    /// Makes the inputs. What must come out is computed when it is asked for.
     pub fn new(case: &Case) -> Self {
         Self::edited(case, |_, _| {})
     }
@@ -74,28 +74,38 @@ impl<T: Poison> Prepared<T> {
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
         let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
         let (blocks, bias, dropout_state) = (case.block_lists(), case.biases(), case.dropout_state());
-        let biases = bias.as_ref().map(BiasImage::values);
-        let (of_sinks, slopes) = (sinks.as_ref().map(SinksImage::values), alibi.as_ref().map(AlibiImage::values));
-        let modifiers = Modifiers {
-            sinks: of_sinks.as_deref(),
-            alibi_slopes: slopes.as_deref(),
-            bias: biases.as_deref(),
-            blocks: blocks.as_ref().map(BlocksImage::borrowed),
-            dropout: DropoutMask::of(&problem, dropout_state),
-        };
-        let (lengths, inputs) = (case.packing.lengths(), [&q.tensor(), &k.tensor(), &v.tensor()]);
-        let mut expected = Expected::with(&problem, &lengths, inputs, modifiers, 1.0, None).expect("matching shapes");
+        let inputs = [q.tensor(), k.tensor(), v.tensor()];
         for image in [&mut q, &mut k, &mut v] {
             case.values.fill(image);
         }
-        // Rows with a part in garbage are not judged, and have NaN for it up to here. A maximum logit is one of all rows.
+        // Rows with a part in garbage are not judged, and have NaN for it up to here. A maximum logit is one of all rows. (Garbage
+        // in V is no part of a score. That of rows of no sequence, which `fill` puts into all inputs, has no part in anything.)
         let is_garbage =
             matches!(case.values, Values::Garbage(Input::Q | Input::K, garbage) if garbage != Garbage::Nan);
-        if is_garbage && problem.wants_max_logits() {
-            let any = Tensor::zeros(problem.v_shape());
-            let oracle = forward_with(&problem, &lengths, [&q.tensor(), &k.tensor(), &any], modifiers);
-            expected.expect_max_logits(oracle.expect("matching shapes").max_logits);
-        }
+        let filled = (is_garbage && problem.wants_max_logits()).then(|| [q.tensor(), k.tensor()]);
+        let expected = {
+            let (problem, packing) = (problem.clone(), case.packing.clone());
+            let (of_sinks, slopes) = (sinks.as_ref().map(SinksImage::values), alibi.as_ref().map(AlibiImage::values));
+            let (biases, blocks) = (bias.as_ref().map(BiasImage::values), blocks.clone());
+            Deferred::new(move || {
+                let modifiers = Modifiers {
+                    sinks: of_sinks.as_deref(),
+                    alibi_slopes: slopes.as_deref(),
+                    bias: biases.as_deref(),
+                    blocks: blocks.as_ref().map(BlocksImage::borrowed),
+                    dropout: DropoutMask::of(&problem, dropout_state),
+                };
+                let (lengths, inputs) = (packing.lengths(), inputs.each_ref());
+                let expected = Expected::with(&problem, &lengths, inputs, modifiers, 1.0, None);
+                let mut expected = expected.expect("matching shapes");
+                if let Some([q, k]) = &filled {
+                    let any = Tensor::zeros(problem.v_shape());
+                    let oracle = forward_with(&problem, &lengths, [q, k, &any], modifiers);
+                    expected.expect_max_logits(oracle.expect("matching shapes").max_logits);
+                }
+                expected
+            })
+        };
         Self { case: case.clone(), problem, q, k, v, sinks, alibi, bias, blocks, dropout_state, expected }
     }
 
@@ -189,7 +199,9 @@ impl<T: Poison> Ready for Prepared<T> {
     const DTYPE: DType = T::DTYPE;
 
     fn of(case: &Case) -> Self {
-        Self::new(case)
+        let prepared = Self::new(case);
+        prepared.expected.compute();
+        prepared
     }
 
     fn case(&self) -> &Case {
@@ -230,5 +242,37 @@ impl<T: Poison> Ready for Prepared<T> {
 
     fn verdict(&self, outputs: &Outputs<T>) -> Verdict {
         (&self.judge(outputs)).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layouts::Placement;
+    use crate::packing::Packing;
+    use hopper_attention::{Mask, bf16};
+
+    /// Garbage in one input and used lengths, where batch entries share K and V: the maximum logits are those of the sequences.
+    #[test]
+    fn maximum_logits_beside_garbage_in_shared_memory() {
+        for garbage in Garbage::ALL {
+            for input in [Input::Q, Input::K, Input::V] {
+                let packing = Packing { seqused_kv: Some(vec![67, 41]), ..Packing::default() };
+                let case = Case {
+                    packing,
+                    placement: Placement::SharedBatch,
+                    values: Values::Garbage(input, garbage),
+                    max_logits: true,
+                    ..Case::new(6, 90, 16, Mask::Full).heads(2, 2, 2)
+                };
+                let prepared = Prepared::<bf16>::new(&case);
+                if input == Input::V {
+                    let logits = &prepared.expected.oracle().max_logits;
+                    assert!(logits.iter().all(|logit| logit.value.is_finite()), "{case}");
+                }
+                let wrong = prepared.verdict_on_cpu().wrong;
+                assert!(wrong.is_none(), "{case}: {wrong:?}");
+            }
+        }
     }
 }

@@ -1,11 +1,59 @@
 //! What the cases of all passes have in common, and what comes of a run.
 
+use std::fmt;
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
 use hopper_attention::DType;
 use hopper_attention::reference::tolerance::Ratios;
 use hopper_attention::reference::{BackwardReport, Report};
 use rayon::prelude::*;
 
 use crate::case::Case;
+
+/// What must come out, which is computed when it is first asked for. Clones share it.
+#[derive(Clone)]
+pub struct Deferred<E>(Arc<(OnceLock<E>, Maker<E>)>);
+
+type Maker<E> = Box<dyn Fn() -> E + Send + Sync>;
+
+impl<E> Deferred<E> {
+    /// What `make` gives.
+    pub fn new(make: impl Fn() -> E + Send + Sync + 'static) -> Self {
+        Self(Arc::new((OnceLock::new(), Box::new(make))))
+    }
+
+    /// Computes it now, if that was not done yet.
+    pub fn compute(&self) -> &E {
+        let (made, make) = &*self.0;
+        // Not in `get_or_init`: a thread that computes in parallel may take another task meanwhile, which asks for it too, and
+        // would wait for itself.
+        made.get().unwrap_or_else(|| {
+            let new = make();
+            made.get_or_init(|| new)
+        })
+    }
+}
+
+impl<E: Clone + Send + Sync + 'static> From<E> for Deferred<E> {
+    fn from(made: E) -> Self {
+        Self::new(move || made.clone())
+    }
+}
+
+impl<E> Deref for Deferred<E> {
+    type Target = E;
+
+    fn deref(&self) -> &E {
+        self.compute()
+    }
+}
+
+impl<E> fmt::Debug for Deferred<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.0.get().is_some() { "Deferred(made)" } else { "Deferred" })
+    }
+}
 
 /// A case of a pass, prepared for one element type: what forwards and backwards have in common.
 pub trait Ready: Clone + Send + Sync + Sized {

@@ -99,6 +99,7 @@ impl Mask {
     /// Whether query `q` of `seqlen_q` attends to key `kv` of `seqlen_kv`.
     ///
     /// This function defines the masks. Plans and kernels use [`band`](Self::band), which is tested against this function.
+    #[inline]
     pub fn keep(&self, q: usize, kv: usize, seqlen_q: usize, seqlen_kv: usize) -> bool {
         let kv = signed(kv);
         match *self {

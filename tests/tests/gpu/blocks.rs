@@ -58,7 +58,7 @@ fn spoiled<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
         let modifiers = Modifiers { blocks: Some(lists.borrowed()), ..Modifiers::default() };
         let inputs = [&prepared.q.tensor(), &prepared.k.tensor(), &prepared.v.tensor()];
         let expected = Expected::with(&prepared.problem, &Lengths::default(), inputs, modifiers, 1.0, None);
-        prepared.expected = expected.unwrap();
+        prepared.expected = expected.unwrap().into();
         let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
         let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
         let mut on_device = OnDevice::new(&gpu.stream, &prepared);

@@ -1,4 +1,4 @@
-//! Inputs at the edges through every kernel. `tests/tests/edges.rs` takes them through the CPU backend.
+//! Inputs at the edges through every kernel. `tests/tests/cpu_more/edges.rs` takes them through the CPU backend.
 
 use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
 use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Workspace, bf16, f16};

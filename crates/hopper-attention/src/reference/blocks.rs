@@ -42,6 +42,7 @@ impl<'a> Kept<'a> {
     }
 
     /// Whether a pair is kept.
+    #[inline]
     pub fn keep(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         self.mask.keep(query, key, self.seqlen_q, self.seqlen_kv)
             && self.lists.as_ref().is_none_or(|lists| lists.keep(batch, head, query, key))

@@ -1,5 +1,7 @@
 //! The definition of which pairs dropout keeps.
 
+use std::ops::Range;
+
 use crate::error::{Error, Result};
 use crate::operand::Slot;
 use crate::philox::philox;
@@ -57,20 +59,42 @@ impl DropoutMask {
 
     /// Whether a pair is kept. `query` and `key` count from the first of the sequence.
     pub fn keeps(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
+        self.decides(&self.words([batch, head], query, key), query, key)
+    }
+
+    /// The four words of the generator for a pair.
+    fn words(&self, [batch, head]: [usize; 2], query: usize, key: usize) -> [u32; 4] {
         let plane = (self.first_batch + batch) * self.heads_q + head;
         let query_patch = query / 16 * 8 + query % 8;
         let key_patch = key / 32 * 8 + key % 8;
         let counter = [key_patch as u32, query_patch as u32, plane as u32, self.offset[0]];
-        let words = philox::<7>(counter, [self.seed[0], self.seed[1] ^ self.offset[1]]);
+        philox::<7>(counter, [self.seed[0], self.seed[1] ^ self.offset[1]])
+    }
+
+    /// Whether a pair is kept, by its words.
+    fn decides(&self, words: &[u32; 4], query: usize, key: usize) -> bool {
         let word = words[key / 8 % 4];
         let bits = if (query / 8).is_multiple_of(2) { word & 0x7fff } else { word >> 16 & 0x7fff };
         bits >= self.dropout.dropped()
     }
 
-    /// What a weight is multiplied by: `1 / (1 - p)`, or 0 where the pair is dropped.
-    pub(super) fn factor(&self, batch: usize, head: usize, query: usize, key: usize) -> f64 {
+    /// What the weights of a query and these keys are multiplied by: `1 / (1 - p)`, or 0 where the pair is dropped.
+    pub(super) fn factors(&self, place: [usize; 2], query: usize, keys: Range<usize>) -> Vec<f64> {
+        let factor = self.dropout.factor();
         // Without a call of the generator, where nothing is dropped.
-        if self.dropout.dropped() == 0 || self.keeps(batch, head, query, key) { self.dropout.factor() } else { 0.0 }
+        if self.dropout.dropped() == 0 {
+            return vec![factor; keys.len()];
+        }
+        // Four of 32 neighbouring keys share each call.
+        let (mut words, mut first) = ([[0; 4]; 8], usize::MAX);
+        let mut of_key = |key: usize| {
+            if key / 32 * 32 != first {
+                first = key / 32 * 32;
+                words = std::array::from_fn(|i| self.words(place, query, first + i));
+            }
+            if self.decides(&words[key % 8], query, key) { factor } else { 0.0 }
+        };
+        keys.map(&mut of_key).collect()
     }
 
     /// That of a sequence, as batch entry 0 of a problem of its own.
@@ -119,6 +143,19 @@ mod tests {
             };
             assert!(keeps(bits) && !keeps(bits + 1), "{seed} {offset}: {batch} {head} {query} {key}");
         }
+    }
+
+    #[test]
+    fn neighbouring_keys_together() {
+        let dropout = Dropout::new(0.3).unwrap();
+        let mask = DropoutMask::new(dropout, 3, dropout_state(9, 4)).of_sequence(2);
+        for (query, keys) in [(0, 0..0), (3, 0..100), (13, 5..71), (29, 31..33), (8, 64..97)] {
+            let want: Vec<f64> =
+                keys.clone().map(|key| if mask.keeps(1, 2, query, key) { dropout.factor() } else { 0.0 }).collect();
+            assert_eq!(mask.factors([1, 2], query, keys), want);
+        }
+        let none = DropoutMask::new(Dropout::new(0.0).unwrap(), 3, [0; 4]);
+        assert_eq!(none.factors([0, 0], 0, 3..5), [1.0; 2]);
     }
 
     #[test]

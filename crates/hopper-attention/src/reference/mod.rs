@@ -107,9 +107,10 @@ impl Modifiers<'_> {
         }
     }
 
-    /// What dropout multiplies the weight of a pair by: 0 where it drops the pair, and 1 where there is none.
-    fn dropped(&self, [batch, head]: [usize; 2], query: usize, key: usize) -> f64 {
-        self.dropout.map_or(1.0, |mask| mask.factor(batch, head, query, key))
+    /// What dropout multiplies the weights of a query and these keys by: 0 where it drops the pair, and 1 where there is none.
+    fn dropped(&self, place: [usize; 2], query: usize, keys: Tokens) -> Vec<f64> {
+        let keys = keys.first..keys.first + keys.count;
+        self.dropout.map_or_else(|| vec![1.0; keys.len()], |mask| mask.factors(place, query, keys.clone()))
     }
 
     /// The sink of a query head. -inf, which changes nothing, where there are none.

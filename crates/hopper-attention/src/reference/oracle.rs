@@ -8,7 +8,7 @@ use super::additive::Added;
 use super::blocks::Kept;
 use super::packed::{cut, paste, paste_list, pieces};
 use super::product::{Matrix, Tokens, Vectors, product};
-use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, score_roundoff_16_bits, unit_roundoff};
+use super::rounding::{ROUNDING, SCORE_ROUNDOFFS, U32, hypot, score_roundoff_16_bits, unit_roundoff};
 use super::softcap::Softcap;
 use super::work::{ORACLE_UNITS, Work};
 use super::{Modifiers, Tensor, check_inputs, each_row, each_tile, gather, place};
@@ -268,8 +268,9 @@ impl Exact<'_> {
             let at = row * count;
             let added = |column| added.at(query, keys.first + column);
             let row = Soft::new(self.problem, columns, &scores[at..at + count], added, self.modifiers.sink(head));
+            let factors = self.modifiers.dropped([batch, head], query, keys);
             for (&column, weight) in row.columns.iter().zip(&row.weights) {
-                let factor = self.modifiers.dropped([batch, head], query, keys.first + column);
+                let factor = factors[column];
                 kept[at + column] = factor != 0.0;
                 p[at + column] = if factor == 0.0 { 0.0 } else { weight / row.sum * factor };
             }
@@ -375,7 +376,7 @@ impl Exact<'_> {
                 if *weight < E4M3_LEAST {
                     lost.iter_mut().zip(centred_row()).for_each(|(lost, v)| *lost += of_key * v);
                 }
-                of_key = of_key.hypot(weight.min(E4M3_LEAST) / soft.sum / (ROUNDING * roundoff));
+                of_key = hypot(of_key, weight.min(E4M3_LEAST) / soft.sum / (ROUNDING * roundoff));
                 centred.iter_mut().zip(centred_row()).for_each(|(square, v)| *square += (of_key * v).powi(2));
                 along_centred += (of_key * (along[column] - o_squares)).powi(2);
             }
@@ -463,6 +464,9 @@ impl Soft {
 
     /// [`alike`] of the keys in these columns alone.
     fn alike(&self, unit_roundoff: f64, counts: impl Fn(usize) -> bool) -> f64 {
+        if self.columns.iter().all(|&column| counts(column)) {
+            return alike(unit_roundoff, &self.scores, &self.weights);
+        }
         let both = self.columns.iter().zip(self.scores.iter().zip(&self.weights));
         let (scores, weights): (Vec<f64>, Vec<f64>) =
             both.filter(|&(&column, _)| counts(column)).map(|(_, (score, weight))| (score, weight)).unzip();

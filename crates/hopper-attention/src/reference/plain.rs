@@ -7,6 +7,7 @@ mod backward;
 use super::additive::Added;
 use super::blocks::Kept;
 use super::packed::{cut, paste, paste_list, pieces};
+use super::product::Tokens;
 use super::work::{PLAIN_UNITS, Work};
 use super::{Modifiers, Tensor, check_inputs, each_row, gather, place};
 use crate::dtype::{DType, Element, bf16, f16};
@@ -220,10 +221,11 @@ fn row(
     }
     let shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max };
     let mut row_sum = 0.0;
+    let factors = modifiers.dropped([batch, head], query, Tokens { first: 0, count: dims.seqlen_kv });
     for (&key, score) in keys.iter().zip(&scores) {
         let weight = (score - shift).exp();
         row_sum += weight;
-        if modifiers.dropped([batch, head], query, key) == 0.0 {
+        if factors[key] == 0.0 {
             continue;
         }
         let weight = rounded(rounding.weight, weight);

@@ -55,3 +55,30 @@ pub(super) fn weight_limit(dtype: DType) -> f64 {
 
 /// The largest e4m3 number.
 pub(super) const LARGEST_E4M3: f64 = 448.0;
+
+/// `sqrt(a^2 + b^2)`, as `f64::hypot`. That costs several times as much, to be right where squares overflow or underflow.
+pub(super) fn hypot(a: f64, b: f64) -> f64 {
+    let square = a * a + b * b;
+    if (1e-280..1e300).contains(&square) {
+        square.sqrt()
+    } else if b == 0.0 {
+        // Most of them.
+        a.abs()
+    } else {
+        a.hypot(b)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hypot_of_any_numbers() {
+        let numbers = [0.0, -0.0, 5e-324, 1e-200, -1e-141, 3.0, -4.0, 1e149, -1e200, f64::MAX, f64::INFINITY, f64::NAN];
+        for (a, b) in numbers.into_iter().flat_map(|a| numbers.map(|b| (a, b))) {
+            let (got, want) = (hypot(a, b), a.hypot(b));
+            assert!(got == want || (got / want - 1.0).abs() < 4e-16 || got.is_nan() && want.is_nan(), "{a} {b}: {got}");
+        }
+    }
+}

@@ -351,9 +351,7 @@ impl Exact<'_> {
         for (i, query) in queries.iter().enumerate() {
             let of_row = i * keys.count..(i + 1) * keys.count;
             let p = &mut p[of_row.clone()];
-            for (factor, key) in factors[of_row.clone()].iter_mut().zip(keys.iter()) {
-                *factor = self.modifiers.dropped([batch, head], query, key);
-            }
+            factors[of_row.clone()].copy_from_slice(&self.modifiers.dropped([batch, head], query, keys));
             let (factors, kept) = (&factors[of_row.clone()], &mut kept[of_row.clone()]);
             rows.push(self.query([batch, head], query, keys, &scores[of_row], p, (kept, factors)));
         }
@@ -452,8 +450,9 @@ impl Exact<'_> {
         }
         let roundoff = unit_roundoff(self.problem.dtype());
         // O is made of the pairs that are not dropped, and dS of all.
-        let of_all = alike(roundoff, &soft.scores, &soft.weights);
         let of_left = soft.alike(roundoff, |column| factors[column] != 0.0);
+        let drops = soft.columns.iter().any(|&column| factors[column] == 0.0);
+        let of_all = if drops { alike(roundoff, &soft.scores, &soft.weights) } else { of_left };
         row.alike = roundoff * of_all.max(of_left);
         let mut mean = ErrorSize::default();
         for (&column, score) in soft.columns.iter().zip(&soft.scores) {
@@ -552,6 +551,8 @@ impl Exact<'_> {
             product(of_keys(self.v), Matrix::of(self.d_o, batch, head, queries).transposed(), 0.0, &mut d_p);
             let added = self.added([batch, head]);
             let rows = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + queries.first..][..queries.count];
+            let factors: Vec<Vec<f64>> =
+                queries.iter().map(|query| self.modifiers.dropped(place, query, keys)).collect();
             for (i, key) in keys.iter().enumerate() {
                 let token = self.token(batch, head_kv, key);
                 for (column, row) in rows.iter().enumerate() {
@@ -568,7 +569,7 @@ impl Exact<'_> {
                     let added_size = added.size(query, key);
                     let p = (self.softcap().score(score) + added.at(query, key) - row.lse).exp();
                     let error_size = self.error_size(row, token, scores[at], added_size);
-                    let factor = self.modifiers.dropped(place, query, key);
+                    let factor = factors[column][i];
                     left[at] = factor != 0.0;
                     let pair = self.pair(row, token, scores[at], p, (d_p[at], factor), added_size);
                     p_noise[at] = times(factor, self.p_noise(row, error_size, p));

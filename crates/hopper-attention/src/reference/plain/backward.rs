@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::super::additive::{Added, Additive};
 use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, pieces};
+use super::super::product::Tokens;
 use super::super::work::{PLAIN_BACKWARD_UNITS, Work};
 use super::super::{Modifiers, ROWS_PER_TASK, Tensor, check_backward_inputs, gather, place};
 use super::{Narrow, capped, dot, rounding, widen};
@@ -238,7 +239,10 @@ impl Backward<'_> {
     fn query(&self, batch: usize, head: usize, query: usize) -> (Vec<Option<Weights>>, Vec<f32>) {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
-        let pairs: Vec<_> = (0..dims.seqlen_kv).map(|key| self.pair(batch, head, query, key)).collect();
+        let keys = Tokens { first: 0, count: dims.seqlen_kv };
+        let factors = self.modifiers.dropped([batch, head], query, keys);
+        let pair = |key: usize| self.pair([batch, head], query, key, factors[key] != 0.0);
+        let pairs: Vec<_> = keys.iter().map(pair).collect();
         let mut d_q = vec![0.0; dims.head_dim_qk];
         for (key, pair) in pairs.iter().enumerate() {
             if let Some((_, d_s)) = *pair {
@@ -261,8 +265,9 @@ impl Backward<'_> {
         for i in 0..if keys == 0 { 0 } else { self.rows.len() } {
             let [batch, head, query] = place(self.problem.d_lse_shape(), i);
             let row = bias.row([batch, head, query]) * keys;
+            let factors = self.modifiers.dropped([batch, head], query, Tokens { first: 0, count: keys });
             sums[row..row + keys].par_iter_mut().with_min_len(ROWS_PER_TASK).enumerate().for_each(|(key, sum)| {
-                if let Some([p, d_score, _]) = self.parts(batch, head, query, key) {
+                if let Some([p, d_score, _]) = self.parts([batch, head], query, key, factors[key] != 0.0) {
                     *sum += p * d_score;
                 }
             });
@@ -270,15 +275,14 @@ impl Backward<'_> {
         sums.into_iter().map(|sum| f64::from(round(sum))).collect()
     }
 
-    /// P and dS of a pair, rounded to the input type. `None` for a pair that has no part in any gradient.
-    fn pair(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<Weights> {
-        let [p, d_score, slope] = self.parts(batch, head, query, key)?;
-        let keeps = self.modifiers.dropped([batch, head], query, key) != 0.0;
+    /// P and dS of a pair, rounded to the input type. `keeps`: whether dropout keeps it. `None` for a pair that has no part in any gradient.
+    fn pair(&self, place: [usize; 2], query: usize, key: usize, keeps: bool) -> Option<Weights> {
+        let [p, d_score, slope] = self.parts(place, query, key, keeps)?;
         Some((keeps.then(|| (self.round)(p)), (self.round)(p * d_score * slope)))
     }
 
     /// P of a pair, `dP - delta`, and the derivative of the cap.
-    fn parts(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<[f32; 3]> {
+    fn parts(&self, [batch, head]: [usize; 2], query: usize, key: usize, keeps: bool) -> Option<[f32; 3]> {
         let dims = self.problem.dims();
         let head_kv = head / self.problem.forward().group_size();
         let row = &self.rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
@@ -288,7 +292,6 @@ impl Backward<'_> {
         let scale = self.problem.softmax_scale();
         let score = scale * dot(self.q.row(batch, query, head), self.k.row(batch, key, head_kv));
         let (score, slope) = capped(self.problem.forward(), score);
-        let keeps = self.modifiers.dropped([batch, head], query, key) != 0.0;
         let d_p = dot(self.d_o.row(batch, query, head), self.v.row(batch, key, head_kv));
         let d_p = if keeps { self.problem.forward().dropout_factor() * d_p } else { 0.0 };
         let added = Added::of(self.problem.forward(), self.modifiers, [batch, head]);

@@ -4,10 +4,10 @@ use std::fmt;
 
 use super::super::oracle::backward_told;
 use super::super::plain::backward_plain_told;
-use super::super::rounding::{ROUNDING, U32, half_subnormal, unit_roundoff};
+use super::super::rounding::{ROUNDING, U32, half_subnormal, hypot, unit_roundoff};
 use super::super::work::{Told, Work, backward_units};
 use super::super::{BackwardOracle, BackwardPlain, BiasNoise, Modifiers, Noise, Tensor, place, shape_error};
-use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Judged, Ratios, Row, Tally};
+use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Judged, Norms, Ratios, Row, Tally};
 use super::{largest, squares_norm, systematic};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -24,6 +24,8 @@ pub struct BackwardExpected {
     judged: [Judged; 2],
     /// The type and the shape of the gradient of the bias.
     d_bias: Option<(DType, [usize; 4])>,
+    /// Of the exact dQ, dK and dV.
+    norms: [Norms; 3],
 }
 
 impl BackwardExpected {
@@ -115,6 +117,7 @@ impl BackwardExpected {
                 let shape = problem.forward().bias_shape();
                 (bias.dtype(), shape)
             }),
+            norms: Default::default(),
         })
     }
 
@@ -133,11 +136,12 @@ impl BackwardExpected {
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) when a shape is not the problem's.
     pub fn check(&self, d_q: &Tensor, d_k: &Tensor, d_v: &Tensor) -> Result<BackwardReport> {
-        let Self { oracle, plain, judged: [of_q, of_kv], .. } = self;
+        let Self { oracle, plain, judged: [of_q, of_kv], norms, .. } = self;
+        let [d_q_norms, d_k_norms, d_v_norms] = norms;
         Ok(BackwardReport {
-            d_q: self.check_one("d_q", d_q, &oracle.d_q, &plain.d_q, &oracle.d_q_noise, of_q)?,
-            d_k: self.check_one("d_k", d_k, &oracle.d_k, &plain.d_k, &oracle.d_k_noise, of_kv)?,
-            d_v: self.check_one("d_v", d_v, &oracle.d_v, &plain.d_v, &oracle.d_v_noise, of_kv)?,
+            d_q: self.check_one("d_q", d_q, (&oracle.d_q, d_q_norms), &plain.d_q, &oracle.d_q_noise, of_q)?,
+            d_k: self.check_one("d_k", d_k, (&oracle.d_k, d_k_norms), &plain.d_k, &oracle.d_k_noise, of_kv)?,
+            d_v: self.check_one("d_v", d_v, (&oracle.d_v, d_v_norms), &plain.d_v, &oracle.d_v_noise, of_kv)?,
             d_sinks: None,
             d_bias: None,
         })
@@ -193,7 +197,7 @@ impl BackwardExpected {
             let of_sums = U32 * (terms as f64).sqrt();
             let of_terms = |noise: &BiasNoise| {
                 let least = if noise.terms == 0 { 0.0 } else { least };
-                ROUNDING * noise.deviation.hypot(least) + U32 * (noise.terms as f64).sqrt() * noise.weighted
+                ROUNDING * hypot(noise.deviation, least) + U32 * (noise.terms as f64).sqrt() * noise.weighted
             };
             let of_terms: Vec<f64> = noise.iter().map(of_terms).collect();
             let least = if terms == 0 { 0.0 } else { least };
@@ -205,8 +209,8 @@ impl BackwardExpected {
                 got: &seen,
                 exact,
                 plain: &plain[of_row],
-                deviation: of_terms.iter().zip(exact).map(|(noise, exact)| noise.hypot(rounding * exact)).collect(),
-                along: along.hypot(rounding * squares_norm(exact)),
+                deviation: of_terms.iter().zip(exact).map(|(&noise, exact)| hypot(noise, rounding * exact)).collect(),
+                along: hypot(along, rounding * squares_norm(exact)),
                 alike: vec![0.0; keys],
                 systematic: systematic([same, 0.0], terms, &of_delta, exact, &weighted),
                 floor: FLOOR * (largest(&deviation) + of_sums * largest(&weighted).max(magnitude)),
@@ -249,7 +253,7 @@ impl BackwardExpected {
         &self,
         name: &'static str,
         got: &Tensor,
-        exact: &Tensor,
+        (exact, norms): (&Tensor, &Norms),
         plain: &Tensor,
         noise: &Noise,
         judged: &Judged,
@@ -260,18 +264,20 @@ impl BackwardExpected {
         let [batch, seqlen, heads, _] = exact.shape();
         let (roundoff, least) = (unit_roundoff(self.dtype), half_subnormal(self.dtype));
         let mut tally = Tally::new(exact.shape(), Some(COMMON * roundoff));
+        let norms = norms.of(exact);
         for (i, (&terms, &same)) in noise.terms.iter().zip(&noise.alike).enumerate() {
             let [batch, head, token] = place([batch, heads, seqlen], i);
             if !judged.row(batch, token) {
                 continue;
             }
+            let norm = norms[i];
             let [exact, noise, weighted, of_delta] = [exact, &noise.deviation, &noise.weighted, &noise.of_delta]
                 .map(|tensor| tensor.row(batch, token, head));
             let magnitude = largest(exact);
             let of_sums = U32 * (terms as f64).sqrt();
             // A row without pairs must be exactly 0, so it is allowed nothing. Among subnormal numbers an ulp has a fixed size.
             let least = if terms == 0 { 0.0 } else { least };
-            let of_terms = |(noise, weighted): (&f64, &f64)| ROUNDING * noise.hypot(least) + of_sums * weighted;
+            let of_terms = |(noise, weighted): (&f64, &f64)| ROUNDING * hypot(*noise, least) + of_sums * weighted;
             let of_terms: Vec<f64> = noise.iter().zip(weighted).map(of_terms).collect();
             let rounding = ROUNDING * roundoff;
             // As if what is summed had the same error in all elements.
@@ -282,8 +288,8 @@ impl BackwardExpected {
                 got: got.row(batch, token, head),
                 exact,
                 plain: plain.row(batch, token, head),
-                deviation: of_terms.iter().zip(exact).map(|(noise, exact)| noise.hypot(rounding * exact)).collect(),
-                along: along.hypot(rounding * squares_norm(exact)),
+                deviation: of_terms.iter().zip(exact).map(|(&noise, exact)| hypot(noise, rounding * exact)).collect(),
+                along: hypot(along, rounding * norm),
                 // Keys see the same roundings in all queries, and queries in all keys.
                 alike: vec![0.0; exact.len()],
                 systematic: systematic([same, least * (same / roundoff).min(1.0)], terms, of_delta, exact, weighted),

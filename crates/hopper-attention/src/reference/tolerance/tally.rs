@@ -1,10 +1,10 @@
 //! Judges a tensor row by row, and then the groups that its elements make.
 
 use std::collections::HashSet;
-use std::hash::{DefaultHasher, Hash, Hasher};
 
+use super::super::rounding::hypot;
 use super::figures::{Bound, Figures, Group};
-use super::{BLOCK, COLUMN_DEVIATIONS, DEVIATIONS, TIMES_PLAIN, TIMES_RMS};
+use super::{BLOCK, COLUMN_DEVIATIONS, DEVIATIONS, NOISE, TIMES_PLAIN, TIMES_RMS};
 
 /// One row to be judged.
 pub(super) struct Row<'a> {
@@ -75,13 +75,19 @@ impl Sums {
         self.variance_squares += other.variance_squares;
         self.along.iter_mut().zip(other.along).for_each(|(sum, x)| *sum += x);
         // The squares of numbers below 1e-154 are 0.
-        self.along_deviation = self.along_deviation.hypot(other.along_deviation);
+        self.along_deviation = hypot(self.along_deviation, other.along_deviation);
         self.exact_squares += other.exact_squares;
         self.alike_squares += other.alike_squares;
         self.alike_along =
-            [self.alike_along[0] + other.alike_along[0], self.alike_along[1].hypot(other.alike_along[1])];
+            [self.alike_along[0] + other.alike_along[0], hypot(self.alike_along[1], other.alike_along[1])];
         self.systematic_along += other.systematic_along;
     }
+}
+
+/// The hash of a list with one number more. Nobody chooses these numbers, so a simple one is enough.
+fn mixed(hash: u64, bits: u32) -> u64 {
+    let product = u128::from(hash.wrapping_add(u64::from(bits) + 0x1000_0000_0001)) * 0x9e37_79b9_7f4a_7c15;
+    product as u64 ^ (product >> 64) as u64
 }
 
 /// The figures of a tensor while its rows are judged one after another.
@@ -137,11 +143,11 @@ impl Tally {
     pub(super) fn row(&mut self, row: &Row<'_>) {
         let [batch, token, head] = row.at;
         let place = |dim| [batch, token, head, dim];
-        let mut hasher = DefaultHasher::new();
+        let mut hash = 0;
         let (mut worst, mut worst_dim, mut plain_worst) = (0.0_f64, None, 0.0_f64);
         let mut sums = Sums::default();
         for (dim, ((&got, &exact), &plain)) in row.got.iter().zip(row.exact).zip(row.plain).enumerate() {
-            (exact as f32).to_bits().hash(&mut hasher); // equal but for the rounding of f64
+            hash = mixed(hash, (exact as f32).to_bits()); // equal but for the rounding of f64
             if !exact.is_finite() || !got.is_finite() {
                 if !(got == exact || got.is_nan() && exact.is_nan()) {
                     self.worst(f64::INFINITY, Bound::Row, Some((place(dim), got, exact)));
@@ -171,7 +177,7 @@ impl Tally {
         for group in [&mut self.tensor, &mut self.heads[head], &mut self.blocks[block]] {
             group.add(&sums);
         }
-        self.distinct.insert(hasher.finish());
+        self.distinct.insert(hash);
         self.rows += 1;
 
         // NaN inputs give a NaN floor. `f64::max` ignores the NaN.
@@ -213,10 +219,11 @@ impl Tally {
         let [error, plain] = sums.squares.map(f64::sqrt);
         // The number of samples, if rows of a larger variance count more.
         let samples = sums.variance * sums.variance / (sums.variance_squares * copies);
+        let times = TIMES_RMS + if samples > 0.0 { deviations / (2.0 * samples).sqrt() } else { 0.0 };
+        let noise = plain.max(sums.variance.sqrt());
+        let noise_allowed = times * noise + sums.alike_squares.sqrt();
         if error > 0.0 {
-            let times = TIMES_RMS + if samples > 0.0 { deviations / (2.0 * samples).sqrt() } else { 0.0 };
-            let allowed = times * plain.max(sums.variance.sqrt()) + sums.alike_squares.sqrt();
-            self.worst(error / allowed, Bound::Rms(group), None);
+            self.worst(error / noise_allowed, Bound::Rms(group), None);
         }
         let [along, plain_along] = sums.along.map(f64::abs);
         if let Some(common) = self.common
@@ -225,8 +232,11 @@ impl Tally {
             let chance = deviations * sums.along_deviation * copies.sqrt();
             // Rows are rounded independently of each other, so far as they are not copies.
             let alike = sums.alike_along[0].min(deviations * sums.alike_along[1] * copies.sqrt());
-            let allowed =
-                chance.max(TIMES_PLAIN * plain_along) + common * sums.exact_squares + alike + sums.systematic_along;
+            // Elements that are nothing but noise have no factor: what the first line allows, this one does.
+            let exact = sums.exact_squares.sqrt();
+            let of_noise = noise_allowed * exact * (noise / (NOISE * exact)).powi(2).min(1.0);
+            let chance = chance.max(TIMES_PLAIN * plain_along).max(of_noise);
+            let allowed = chance + common * sums.exact_squares + alike + sums.systematic_along;
             if allowed > 0.0 {
                 self.worst(along / allowed, Bound::Common(group), None);
             }

@@ -94,6 +94,7 @@ impl Exact<'_> {
             product(Matrix::of(self.d_o, batch, head, tile), of_keys(self.v), 0.0, &mut d_p);
             for (i, query) in tile.iter().enumerate() {
                 let row = &rows[(batch * dims.heads_q + head) * dims.seqlen_q + query];
+                let factors = self.modifiers.dropped([batch, head], query, keys);
                 let of_query = if queries == 1 { 0 } else { query } * keys.count;
                 for (column, key) in keys.iter().enumerate() {
                     if row.lse == f64::NEG_INFINITY || !self.kept.keep(batch, head, query, key) {
@@ -104,7 +105,7 @@ impl Exact<'_> {
                     let token = self.token(batch, head_kv, key);
                     let error_size = self.error_size(row, token, scores[at], added.size(query, key));
                     let of_score = self.score_noise(row, error_size);
-                    let factor = self.modifiers.dropped([batch, head], query, key);
+                    let factor = factors[column];
                     let d_score = times(factor, d_p[at]) - row.delta;
                     let value = p * d_score;
                     let d_p_noise = times(factor, SCORE_ROUNDOFFS * U32 * row.d_o_norm * self.v_norms[token]);

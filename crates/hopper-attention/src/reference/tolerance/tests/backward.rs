@@ -2,9 +2,9 @@
 //! and fails wrong ones.
 
 use super::super::super::sample::{Given, normal};
-use super::super::super::{BackwardPlain, backward, backward_plain};
+use super::super::super::{BackwardPlain, DropoutMask, backward, backward_plain};
 use super::*;
-use crate::BackwardProblem;
+use crate::{BackwardProblem, Dropout};
 
 const SMALL: Dims =
     Dims { batch: 2, seqlen_q: 7, seqlen_kv: 9, heads_q: 4, heads_kv: 2, head_dim_qk: 5, head_dim_vo: 3 };
@@ -227,6 +227,48 @@ fn wrong_gradients_fail() {
             let report = judged(&expected, got);
             assert!(!report.passed(), "{dtype} {what}: {report}");
         }
+    }
+}
+
+/// Equal values have a dQ of 0, as sums of terms that cancel: what is left are roundings. Their signs may be those of the f64
+/// oracle's own, which is no common factor. Larger errors fail, and so does a factor of what is more than noise.
+#[test]
+fn noise_has_no_common_factor() {
+    for (dropout, seqlen_kv) in [(0.0, 131), (0.999, 2000)] {
+        let dims = Dims { batch: 1, seqlen_q: 400, seqlen_kv, heads_q: 2, heads_kv: 1, ..DIMS };
+        let dropout = Dropout::new(dropout).unwrap();
+        let forward = problem(DType::F16, dims, Mask::Full).to_builder().softcap(1.0).dropout(Some(dropout));
+        let forward = forward.build().unwrap();
+        let problem = BackwardProblem::builder(&forward).build().unwrap();
+        let given = Given::normal(&problem, 65);
+        let same = |shape| Tensor::from_fn(shape, |_| 0.75);
+        // With dropped pairs dQ is only 0 where all keys are alike.
+        let drops = dropout.dropped() > 0;
+        let of_k = if drops { same(problem.d_k_shape()) } else { given.k };
+        let of_v = same(problem.d_v_shape());
+        let mask = DropoutMask::of(&forward, Some(crate::dropout_state(3, 5)));
+        let modifiers = Modifiers { dropout: mask, ..Modifiers::default() };
+        let inputs = [&given.q, &of_k, &of_v, &given.d_o];
+        let expected = BackwardExpected::with(&problem, &Lengths::default(), inputs, None, modifiers, None).unwrap();
+        let (oracle, honest) = (expected.oracle(), expected.plain());
+        assert!(judged(&expected, honest).passed());
+        let with_errors = |times: f64| {
+            let mut got = honest.clone();
+            let sizes = oracle.d_q_noise.deviation.data().iter().zip(oracle.d_q.data());
+            for (got, (size, exact)) in got.d_q.data_mut().iter_mut().zip(sizes) {
+                *got = exact + (times * ROUNDING * size).copysign(*exact);
+            }
+            judged(&expected, &got)
+        };
+        let report = with_errors(1.0);
+        let largest = oracle.d_q.data().iter().fold(0.0_f64, |max, x| max.max(x.abs()));
+        assert!(report.d_q.rms > 100.0 * largest, "{report}, {largest:e}");
+        assert!(report.passed(), "{report}");
+        assert!(!with_errors(20.0).passed());
+        let mut got = honest.clone();
+        got.d_v.data_mut().iter_mut().for_each(|x| *x *= 1.005);
+        let report = judged(&expected, &got);
+        assert!(drops || report.d_v.ratios.common > 1.0, "{report}");
     }
 }
 

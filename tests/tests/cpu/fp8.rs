@@ -4,7 +4,7 @@ use hopper_attention::reference::Tensor;
 use hopper_attention::{DType, E4M3, Element, ForwardProblemBuilder, Mask, Scaling};
 use hopper_attention_tests::data::Input;
 use hopper_attention_tests::fp8::{MUTATIONS, Operands, forget_dust};
-use hopper_attention_tests::mutations::{self, Subject};
+use hopper_attention_tests::mutations::{self, Subject, masks};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide, wide_packed};
 use hopper_attention_tests::runner::{Runner, Verdict};
 use rayon::prelude::*;
@@ -101,38 +101,35 @@ fn half_scores_are_as_accurate() {
 /// A broken kernel must fail the suite: every mutation of a correct result is caught, under every scaling.
 #[test]
 fn broken_results_are_caught() {
-    let (mut applied, mut applied_fp8) = (vec![0; mutations::ALL.len()], vec![0; MUTATIONS.len()]);
-    for mask in mutations::masks::ALL {
-        for (scaling, half) in Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
-            for case in [Case::new(200, 200, 64, mask).heads(3, 4, 2), Case::new(150, 300, 128, mask).heads(2, 4, 4)] {
-                let problem = options(&case, scaling).half_scores(half).build().unwrap();
-                let operands = Operands::of_case(&case, &problem, None);
-                let expected = operands.expected();
-                let (o, lse) = operands.run();
-                let [q, k, v] = operands.real();
-                let subject = Subject { problem: operands.problem(), q: &q, k: &k, v: &v, o: &o, lse: &lse };
-                assert!(expected.check(&o, Some(&lse)).unwrap().passed());
-                let caught = |name: &str, (o, lse): (Tensor, Vec<f64>)| {
-                    let report = expected.check(&o, Some(&lse)).unwrap();
-                    assert!(!report.passed(), "not caught: {name}, {}, {case}: {report}", operands.problem());
-                };
-                for (mutation, applied) in mutations::ALL.iter().zip(&mut applied) {
-                    if let Some(broken) = (mutation.apply)(subject) {
-                        caught(mutation.name, broken);
-                        *applied += 1;
-                    }
-                }
-                for (mutation, applied) in MUTATIONS.iter().zip(&mut applied_fp8) {
-                    if let Some(broken) = (mutation.apply)(&operands) {
-                        caught(mutation.name, broken);
-                        *applied += 1;
-                    }
-                }
-            }
-        }
-    }
-    let names = mutations::ALL.iter().map(|m| m.name).chain(MUTATIONS.iter().map(|m| m.name));
-    for (name, applied) in names.zip(applied.into_iter().chain(applied_fp8)) {
+    let scalings = Scaling::ALL.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]);
+    let settings: Vec<(Case, Scaling, bool)> = masks::ALL
+        .into_iter()
+        .flat_map(|mask| [Case::new(200, 200, 64, mask).heads(3, 4, 2), Case::new(150, 300, 128, mask).heads(2, 4, 4)])
+        .flat_map(|case| scalings.clone().map(move |(scaling, half)| (case.clone(), scaling, half)))
+        .collect();
+    let applied: Vec<Vec<&str>> = settings
+        .par_iter()
+        .with_max_len(1)
+        .map(|(case, scaling, half)| {
+            let problem = options(case, *scaling).half_scores(*half).build().unwrap();
+            let operands = Operands::of_case(case, &problem, None);
+            let expected = operands.expected();
+            let (o, lse) = operands.run();
+            let [q, k, v] = operands.real();
+            let subject = Subject { problem: operands.problem(), q: &q, k: &k, v: &v, o: &o, lse: &lse };
+            assert!(expected.check(&o, Some(&lse)).unwrap().passed());
+            let caught = |name: &'static str, broken: Option<(Tensor, Vec<f64>)>| {
+                let (o, lse) = broken?;
+                let report = expected.check(&o, Some(&lse)).unwrap();
+                assert!(!report.passed(), "not caught: {name}, {}, {case}: {report}", operands.problem());
+                Some(name)
+            };
+            let of_all = mutations::ALL.iter().filter_map(|m| caught(m.name, (m.apply)(subject)));
+            of_all.chain(MUTATIONS.iter().filter_map(|m| caught(m.name, (m.apply)(&operands)))).collect()
+        })
+        .collect();
+    for name in mutations::ALL.iter().map(|m| m.name).chain(MUTATIONS.iter().map(|m| m.name)) {
+        let applied = applied.iter().flatten().filter(|applied| **applied == name).count();
         assert!(applied >= 4, "{name} applied to {applied} cases only");
     }
 }
