@@ -1,7 +1,7 @@
 //! Inputs at the edges through every kernel. `tests/tests/cpu_more/edges.rs` takes them through the CPU backend.
 
 use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
-use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Workspace, bf16, f16};
+use hopper_attention::{Arch, DType, KernelInfo, Mask, MaskClass, Workspace, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::edges::{
@@ -12,6 +12,9 @@ use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, extremes};
 use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, Verdict};
 use hopper_attention_tests::say;
+
+use crate::by_type::judged;
+use crate::with_dtype;
 
 /// The kinds of rows: what a case must fit. The rows of a kind take the same case.
 fn kinds(rows: &[KernelInfo], dtype: DType) -> Vec<Vec<(usize, KernelInfo)>> {
@@ -245,4 +248,21 @@ fn every_row_takes_the_edges() {
 fn every_backward_row_takes_the_edges() {
     let Some(gpu) = Gpu::open("every_backward_row_takes_the_edges") else { return };
     take_both(&gpu, &gpu.backward_rows(), "edges, backward", [backwards::<bf16>, backwards::<f16>]);
+}
+
+/// The rows of a tile on both sides of the border of two chunks, which begin many blocks apart.
+#[test]
+fn a_tile_may_lie_across_the_border_of_chunks() {
+    let Some(gpu) = Gpu::open("a_tile_may_lie_across_the_border_of_chunks") else { return };
+    let mut runs = 0;
+    for row in gpu.rows().into_iter().chain(gpu.modified_rows()).filter(|row| row.mask() == MaskClass::Window) {
+        for (seqlen_q, seqlen_kv, chunk) in [(546, 832, 226), (700, 1900, 1024), (300, 2500, 2048)] {
+            let case = Case::new(seqlen_q, seqlen_kv, row.head_dim_qk(), Mask::chunked(chunk)).heads(1, 3, 1);
+            let mut case = case.head_dim_vo(row.head_dim_vo());
+            case.max_logits = row.needs_modifiers();
+            with_dtype!(row.dtype(), judged(&gpu, &row, &case));
+            runs += 1;
+        }
+    }
+    assert!(runs > 0);
 }

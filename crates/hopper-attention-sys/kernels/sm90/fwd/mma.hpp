@@ -53,6 +53,10 @@ struct Mma {
   CUTE_DEVICE static bool is_compared(FwdParams const& params) { return kAddsBias || (kModified && has_alibi(params)); }
   // Whether a warpgroup may pass over visits of its tile.
   static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
+  // The most visits that it passes over at a tile's end: as many as the left edge of a window takes from its rows to
+  // the tile's first. It waits for the K of each of them before it gives back their V, which must not fill the ring.
+  // The edge of chunks moves by whole chunks: there it visits the others, too, hidden as they are.
+  static constexpr int kMostSkipped = (Traits::kTileM - 64 + Traits::kTileN - 1) / Traits::kTileN;
 
   CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
                               Storage& storage, int consumer) {
@@ -154,6 +158,9 @@ struct Mma {
         visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
         if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
           visits.begin = tile_visits.begin;  // of_rows begins with the first key
+        }
+        if constexpr (kMask == MaskClass::Window) {
+          visits.begin = cute::min(visits.begin, tile_visits.begin + kMostSkipped);
         }
         return visits.skipped_before(tile_visits);
       }
