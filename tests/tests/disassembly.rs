@@ -478,7 +478,12 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
         DType::E4M3 => shape.into_iter().chain([usize::from(row.scores() == DType::F16)]).collect::<Vec<_>>(),
         dtype => [usize::from(dtype == DType::BF16)].into_iter().chain(shape).collect(),
     };
-    function.contains(MAIN_KERNEL) && traits_arguments(function) == arguments
+    // Of 16-bit rows of sm90 two more follow: whether it packs, and whether scores are modified.
+    let last = [0, 1].map(|packs| format!("Li{}ELb{packs}ELb{}E", row.stages(), u8::from(row.needs_modifiers())));
+    let is_modified_alike = row.arch() != Arch::Sm90
+        || row.dtype() == DType::E4M3
+        || last.iter().any(|arguments| function.contains(arguments));
+    function.contains(MAIN_KERNEL) && traits_arguments(function) == arguments && is_modified_alike
 }
 
 /// The list of kernels that a row is from.
