@@ -25,6 +25,39 @@ CUTE_HOST_DEVICE bool is_copied(Params const& params) {
 // How many of a row's numbers from `key` on are copied in 16 bytes, in bytes.
 CUTE_DEVICE int bytes_of_chunk(int key, int seqlen_kv) { return 2 * cute::max(0, cute::min(8, seqlen_kv - key)); }
 
+// Adds copied numbers to a thread's scores, 16 columns of both of its rows a step. `load(from, step, words)`: they come
+// from shared memory, in the order of the accumulator. `from` is where this lane reads. kStepsAtATime: how many steps
+// the compiler may begin with. It would begin with all of them, and spill.
+template <DType kDType, int kSteps, int kStepsAtATime, class Scores, class Load>
+CUTE_DEVICE void add_copied_of(Scores& scores, float factor, std::uint32_t from, float hidden, Load const& load) {
+  factor = factor_after(scores(0), factor);  // or it is read from constant memory for each score
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    if (step > 0 && step % kStepsAtATime == 0) {
+      from = after(__float_as_uint(scores(8 * step - 1)), from);
+    }
+    std::uint32_t words[4];
+    load(from, step, words);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      float2 const both = BiasOfHead::both<kDType>(words[i]);
+      float& first = scores(8 * step + 2 * i);
+      float& second = scores(8 * step + 2 * i + 1);
+      first = with_bias(first, factor, both.x, hidden);
+      second = with_bias(second, factor, both.y, hidden);
+    }
+  }
+}
+template <int kSteps, int kStepsAtATime, class Scores, class Load>
+CUTE_DEVICE void add_copied(Scores& scores, float factor, std::uint32_t from, DType dtype, float hidden,
+                            Load const& load) {
+  if (dtype == DType::BF16) {
+    add_copied_of<DType::BF16, kSteps, kStepsAtATime>(scores, factor, from, hidden, load);
+  } else {
+    add_copied_of<DType::F16, kSteps, kStepsAtATime>(scores, factor, from, hidden, load);
+  }
+}
+
 // The bias of 16 queries and a block's kColumns keys in shared memory, as slabs (common/slab.hpp).
 template <int kColumns>
 struct CopiedBias {
@@ -59,37 +92,14 @@ struct CopiedBias {
     commit_copies();
   }
 
-  // Adds it to the scores of the same queries and keys, when the warp's copies are there. kStepsAtATime: how many times
-  // 16 keys the compiler may begin with.
+  // Adds it to the scores of the same queries and keys, when the warp's copies are there.
   template <int kStepsAtATime, class Scores>
   CUTE_DEVICE static void add(Scores& scores, float factor, std::uint32_t from, DType dtype, int lane, float hidden) {
-    if (dtype == DType::BF16) {
-      add_numbers<DType::BF16, kRows, kColumns, kStepsAtATime>(scores, factor, from + lane_offset_down(lane), hidden);
-    } else {
-      add_numbers<DType::F16, kRows, kColumns, kStepsAtATime>(scores, factor, from + lane_offset_down(lane), hidden);
-    }
-  }
-
-  // The same of a tile of kTileRows rows. `from` is where this lane's part begins.
-  template <DType kDType, int kTileRows, int kTileColumns, int kStepsAtATime, class Scores>
-  CUTE_DEVICE static void add_numbers(Scores& scores, float factor, std::uint32_t from, float hidden) {
-    factor = factor_after(scores(0), factor);  // or it is read from constant memory for each score
-    CUTE_UNROLL
-    for (int step = 0; step < kTileColumns / 16; ++step) {
-      if (step > 0 && step % kStepsAtATime == 0) {
-        from = after(__float_as_uint(scores(8 * step - 1)), from);
-      }
-      std::uint32_t words[4];
-      load_matrices(Columns::of_step(step).template from<kTileRows>(from), words);
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float2 const both = BiasOfHead::both<kDType>(words[i]);
-        float& first = scores(8 * step + 2 * i);
-        float& second = scores(8 * step + 2 * i + 1);
-        first = with_bias(first, factor, both.x, hidden);
-        second = with_bias(second, factor, both.y, hidden);
-      }
-    }
+    from += lane_offset_down(lane);
+    add_copied<kColumns / 16, kStepsAtATime>(scores, factor, from, dtype, hidden,
+                                             [](std::uint32_t from, int step, std::uint32_t(&words)[4]) {
+                                               load_matrices(Columns::of_step(step).template from<kRows>(from), words);
+                                             });
   }
 };
 
@@ -123,34 +133,11 @@ struct CopiedBiasTransposed {
   // Adds it to the transposed scores of the same queries and keys, when the warp's copies are there.
   template <int kStepsAtATime, class Scores>
   CUTE_DEVICE static void add(Scores& scores, float factor, std::uint32_t from, DType dtype, int lane, float hidden) {
-    std::uint32_t const own = from + place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    if (dtype == DType::BF16) {
-      add_numbers<DType::BF16, kStepsAtATime>(scores, factor, own, hidden);
-    } else {
-      add_numbers<DType::F16, kStepsAtATime>(scores, factor, own, hidden);
-    }
-  }
-
- private:
-  template <DType kDType, int kStepsAtATime, class Scores>
-  CUTE_DEVICE static void add_numbers(Scores& scores, float factor, std::uint32_t from, float hidden) {
-    factor = factor_after(scores(0), factor);  // or it is read from constant memory for each score
-    CUTE_UNROLL
-    for (int step = 0; step < kQueries / 16; ++step) {
-      if (step > 0 && step % kStepsAtATime == 0) {
-        from = after(__float_as_uint(scores(8 * step - 1)), from);
-      }
-      std::uint32_t words[4];
-      load_transposed(from + step / 4 * kSlabBytes + step % 4 * (16 * kRowBytes), words);
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float2 const both = BiasOfHead::both<kDType>(words[i]);
-        float& first = scores(8 * step + 2 * i);
-        float& second = scores(8 * step + 2 * i + 1);
-        first = with_bias(first, factor, both.x, hidden);
-        second = with_bias(second, factor, both.y, hidden);
-      }
-    }
+    from += place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    add_copied<kQueries / 16, kStepsAtATime>(
+        scores, factor, from, dtype, hidden, [](std::uint32_t from, int step, std::uint32_t(&words)[4]) {
+          load_transposed(from + step / 4 * kSlabBytes + step % 4 * (16 * kRowBytes), words);
+        });
   }
 };
 

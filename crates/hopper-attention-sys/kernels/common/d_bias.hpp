@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), head_address(tensor, batch, head),
                                                        2 * tensor.stride_row, first, rows, columns, thread);
   };
-  // The tile of a bias. Rows and keys past the last become zeros.
+  // The tile of a bias, of which each warp reads its own queries. Rows and keys past the last become zeros.
   auto const load_bias = [&](BiasOfHead const& bias, int first_query) {
     int const chunk = thread % 8;
     int const bytes = bytes_of_chunk(first_key + 8 * chunk, params.seqlen_kv);
@@ -197,12 +197,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
           add_alibi<kRows>(scores, slope, first_row + params.diagonal_offset - first_key - 2 * (lane % 4));
         }
         if (is_copied(params)) {
-          std::uint32_t const from = address(storage.bias) + warp * (16 * kSlabRowBytes) + lane_offset_down(lane);
-          if (params.bias_dtype == DType::BF16) {
-            CopiedBias<kRows>::add_numbers<DType::BF16, kRows, kRows, 1>(scores, factor, from, -INFINITY);
-          } else {
-            CopiedBias<kRows>::add_numbers<DType::F16, kRows, kRows, 1>(scores, factor, from, -INFINITY);
-          }
+          CopiedBias<kRows>::template add<1>(scores, factor, address(storage.bias) + warp * CopiedBias<kRows>::kBytes,
+                                             params.bias_dtype, lane, -INFINITY);
         } else {
           add_bias<true, kRows, 2>(
               scores, factor, [&]() { return bias; }, first_row, params.seqlen_q, first_key, lane % 4,

@@ -289,7 +289,7 @@ struct Mma {
     // Has the warp begin to copy that of a block, if there is a tile and such a block.
     auto copy_bias = [&](auto ragged, int block) __attribute__((always_inline)) {
       if constexpr (kCopiesBias) {
-        int const lane = static_cast<int>(static_cast<unsigned>(thread_index_anew()) % 32);
+        int const lane = thread_index_anew() & 31;
         Traits::WarpBias::template begin<decltype(ragged)::value>(
             is_copied(params) && m_block >= 0 && block >= 0, copied_bias(), bias_of_head(), own_row_anew() - lane / 4,
             scalars.seqlen_q, block * Traits::kTileN, scalars.seqlen_kv, lane);
@@ -313,8 +313,7 @@ struct Mma {
             await_copies<0>();
             __syncwarp();
             Traits::WarpBias::template add<cute::max(1, Traits::kBiasAtATime / 2)>(
-                tSrS, scalars.scale_log2, copied_bias(), params.bias_dtype,
-                static_cast<int>(static_cast<unsigned>(thread_index_anew()) % 32), -INFINITY);
+                tSrS, scalars.scale_log2, copied_bias(), params.bias_dtype, thread_index_anew() & 31, -INFINITY);
             __syncwarp();
             copy_bias(std::false_type{}, visits.block(visit) - 1);
             return;
