@@ -1,8 +1,6 @@
 //! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
 
-use hopper_attention::reference::{
-    BackwardExpected, BackwardPlain, BackwardReport, DropoutMask, Modifiers, Tensor, forward_plain_with,
-};
+use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, Tensor, forward_plain_with};
 use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
@@ -11,6 +9,7 @@ use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Image, Input, Poison, Values};
 use crate::dropout;
+use crate::modifying::Modifying;
 use crate::packing::{read, read_numbers, write};
 use crate::ready::{Deferred, Ready, Verdict};
 use crate::sinks::SinksImage;
@@ -88,19 +87,10 @@ impl<T: Poison> Prepared<T> {
         let options = BackwardProblem::builder(&forward).d_lse(case.lse).d_sinks(!case.sinks.is_none());
         let problem = options.d_bias(!case.bias.is_none()).build().expect("a type with gradients");
         let sinks = case.sinks.image(case.dims.heads_q, case.seed);
-        let sink_values = sinks.as_ref().map(SinksImage::values);
         let alibi = case.alibi.image(case.dims.batch, case.dims.heads_q, case.seed);
-        let slopes = alibi.as_ref().map(AlibiImage::values);
         let bias = case.biases();
-        let biases = bias.as_ref().map(BiasImage::values);
         let dropout_state = case.dropout_state();
-        let modifiers = Modifiers {
-            sinks: sink_values.as_deref(),
-            alibi_slopes: slopes.as_deref(),
-            bias: biases.as_deref(),
-            blocks: blocks.as_ref().map(BlocksImage::borrowed),
-            dropout: DropoutMask::of(&forward, dropout_state),
-        };
+        let modifying = Modifying::of(sinks.as_ref(), alibi.as_ref(), bias.as_ref(), blocks.as_ref(), dropout_state);
         let belonging = case.packing.belonging(&forward);
         let rows = |side: usize| belonging.as_ref().map(|rows| &rows[side]);
         let input = |input, shape| {
@@ -115,7 +105,12 @@ impl<T: Poison> Prepared<T> {
         let mut v = input(Input::V, forward.v_shape());
         let mut d_o = input(Input::DO, problem.d_o_shape());
         let lengths = case.packing.lengths();
-        let plain = forward_plain_with(&forward, &lengths, [&q.tensor(), &k.tensor(), &v.tensor()], modifiers);
+        let plain = forward_plain_with(
+            &forward,
+            &lengths,
+            [&q.tensor(), &k.tensor(), &v.tensor()],
+            modifying.modifiers(&forward),
+        );
         let plain = plain.expect("matching shapes");
         let numbers = case.placement.lse_layout(problem.d_lse_shape());
         let d_lse = problem.takes_d_lse().then(|| {
@@ -126,16 +121,8 @@ impl<T: Poison> Prepared<T> {
         let expected = {
             let inputs = [q.tensor(), k.tensor(), v.tensor(), d_o.tensor()];
             let (problem, packing, d_lse) = (problem.clone(), case.packing.clone(), d_lse.as_ref().map(Image::values));
-            let (sink_values, slopes, biases, blocks) =
-                (sink_values.clone(), slopes.clone(), biases.clone(), blocks.clone());
             Deferred::new(move || {
-                let modifiers = Modifiers {
-                    sinks: sink_values.as_deref(),
-                    alibi_slopes: slopes.as_deref(),
-                    bias: biases.as_deref(),
-                    blocks: blocks.as_ref().map(BlocksImage::borrowed),
-                    dropout: DropoutMask::of(problem.forward(), dropout_state),
-                };
+                let modifiers = modifying.modifiers(problem.forward());
                 let inputs = inputs.each_ref();
                 BackwardExpected::with(&problem, &packing.lengths(), inputs, d_lse.as_deref(), modifiers, None)
                     .expect("matching shapes")

@@ -1,6 +1,6 @@
 //! Forward passes of a case: inputs in guarded memory, and outputs judged.
 
-use hopper_attention::reference::{DropoutMask, Expected, Modifiers, Report, Tensor, forward_with};
+use hopper_attention::reference::{Expected, Report, Tensor, forward_with};
 use hopper_attention::{Args, DType, Device, ForwardProblem, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
@@ -9,6 +9,7 @@ use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::{Garbage, Image, Input, Poison, Values};
 use crate::dropout;
+use crate::modifying::Modifying;
 use crate::packing::{read, write, write_numbers};
 use crate::ready::{Deferred, Ready, Verdict};
 use crate::sinks::SinksImage;
@@ -85,16 +86,10 @@ impl<T: Poison> Prepared<T> {
         let filled = (is_garbage && problem.wants_max_logits()).then(|| [q.tensor(), k.tensor()]);
         let expected = {
             let (problem, packing) = (problem.clone(), case.packing.clone());
-            let (of_sinks, slopes) = (sinks.as_ref().map(SinksImage::values), alibi.as_ref().map(AlibiImage::values));
-            let (biases, blocks) = (bias.as_ref().map(BiasImage::values), blocks.clone());
+            let modifying =
+                Modifying::of(sinks.as_ref(), alibi.as_ref(), bias.as_ref(), blocks.as_ref(), dropout_state);
             Deferred::new(move || {
-                let modifiers = Modifiers {
-                    sinks: of_sinks.as_deref(),
-                    alibi_slopes: slopes.as_deref(),
-                    bias: biases.as_deref(),
-                    blocks: blocks.as_ref().map(BlocksImage::borrowed),
-                    dropout: DropoutMask::of(&problem, dropout_state),
-                };
+                let modifiers = modifying.modifiers(&problem);
                 let (lengths, inputs) = (packing.lengths(), inputs.each_ref());
                 let expected = Expected::with(&problem, &lengths, inputs, modifiers, 1.0, None);
                 let mut expected = expected.expect("matching shapes");

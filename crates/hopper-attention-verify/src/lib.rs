@@ -21,6 +21,7 @@ pub mod fuzz;
 pub mod gpu;
 pub mod inputs;
 pub mod layouts;
+mod modifying;
 pub mod packing;
 pub mod ready;
 pub mod sinks;

@@ -20,16 +20,12 @@ fn some(first: usize) -> Vec<Case> {
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
-    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(1));
-    Runner::all_on_cpu::<Prepared<f16>>("cpu f16", &some(2));
+    crate::forwards(some);
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
-    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
-    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
+    crate::backwards(some);
 }
 
 /// What `hattn fuzz` draws.
@@ -44,10 +40,7 @@ fn random_cases_keep_the_tolerance() {
     });
     let drawn = drawn.filter(|case| !case.alibi.is_none() || case.max_logits);
     let drawn: Vec<_> = drawn.take(Grid::from_env().pick(15, 30)).collect();
-    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
-    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &drawn);
-    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
-    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
+    crate::both_passes(&drawn);
 }
 
 /// Results with other slopes fail, in O, in the LSE and in the gradients.

@@ -7,7 +7,7 @@ use hopper_attention_tests::bias::{BiasImage, MISTAKES, Mistake, Numbers, cases}
 use hopper_attention_tests::case::random;
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::runner::Prepared;
 
 /// Every 131st case, from this one on: 131 divides none of the numbers of sizes, masks and biases, so that these have all of them.
 fn some(first: usize) -> Vec<Case> {
@@ -16,16 +16,12 @@ fn some(first: usize) -> Vec<Case> {
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
-    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(1));
-    Runner::all_on_cpu::<Prepared<f16>>("cpu f16", &some(2));
+    crate::forwards(some);
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
-    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
-    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
+    crate::backwards(some);
 }
 
 /// What `hattn fuzz` draws.
@@ -41,10 +37,7 @@ fn random_cases_keep_the_tolerance() {
         random::capped(Case { sinks, alibi, max_logits, bias, ..random::listed(case, blocks) }, softcap)
     });
     let drawn: Vec<_> = drawn.filter(|case| !case.bias.is_none()).take(Grid::from_env().pick(15, 40)).collect();
-    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
-    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &drawn);
-    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
-    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
+    crate::both_passes(&drawn);
 }
 
 /// A case whose bias has every dimension, and no hidden pair.

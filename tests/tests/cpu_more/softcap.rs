@@ -5,7 +5,7 @@ use hopper_attention_tests::backward;
 use hopper_attention_tests::case::random::{self, CAPS};
 use hopper_attention_tests::data::{Image, Poison};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::runner::Prepared;
 use hopper_attention_tests::softcap::{Mistake, cases, computed, packed_cases};
 
 /// Every 23rd case, from this one on: 23 divides none of the numbers of sizes, masks and caps, so that these have all of them.
@@ -17,16 +17,12 @@ fn some(first: usize) -> Vec<Case> {
 
 #[test]
 fn the_forward_keeps_the_tolerance() {
-    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &some(0));
-    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &some(1));
-    Runner::all_on_cpu::<Prepared<f16>>("cpu f16", &some(2));
+    crate::forwards(some);
 }
 
 #[test]
 fn the_backward_keeps_the_tolerance() {
-    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(3));
-    Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(4));
-    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &some(5));
+    crate::backwards(some);
 }
 
 /// What `hattn fuzz` draws has all caps.
@@ -40,10 +36,7 @@ fn random_cases_keep_the_tolerance() {
         random::capped(Case { sinks, ..random::packed(case, packing) }, softcap)
     });
     let drawn: Vec<_> = drawn.filter(|case| case.softcap != 0.0).take(Grid::from_env().pick(15, 30)).collect();
-    Runner::all_on_cpu::<Prepared<bf16>>("cpu bf16", &drawn);
-    Runner::all_on_cpu::<Prepared<f32>>("cpu f32", &drawn);
-    Runner::all_on_cpu::<backward::Prepared<bf16>>("cpu bf16 backward", &drawn);
-    Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &drawn);
+    crate::both_passes(&drawn);
 }
 
 /// A computation without the cap, with a cap after the mask, with another cap or without the derivative fails, and the right one
