@@ -2,8 +2,13 @@
 #
 # Several rows share a unit, because parsing the headers takes as long as compiling one to two rows. The rows of a unit have the
 # same head_dim_qk. Those which also have the same dtype and last column stay together, and of these groups as many share a unit as
-# have up to HATTN_ROWS_OF_UNIT rows in all. So what is compiled together depends only on the lists and on the options that select rows.
+# have up to HATTN_ROWS_OF_UNIT rows in all. Few cores parse headers less often with larger units. Many cores would wait for the largest
+# unit. So what is compiled together depends on the lists, on the options that select rows, and on the number of cores.
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
 set(HATTN_ROWS_OF_UNIT 8)
+if(cores LESS 8)
+  set(HATTN_ROWS_OF_UNIT 16)
+endif()
 
 # hattn_add_rows(ARCH/PASS)
 #   Reads kernels/ARCH/PASS/PASS.def. A row is one line:

@@ -36,7 +36,6 @@ CUTE_DEVICE bool has_alibi(Params const& params) {
 // The slope of a head in the unit of what is kept of a score: `factor` brings that to powers of two. Finite if the
 // slope is, so that a distance of 0 has no bias.
 CUTE_DEVICE float alibi_slope(TensorDesc const& slopes, int batch, int head, float factor) {
-  constexpr float kLog2E = 1.44269504088896341F;
   float const slope =
       __ldg(reinterpret_cast<float const*>(slopes.address) + batch * slopes.stride_batch + head * slopes.stride_head);
   float const in_log2 = slope * kLog2E;

@@ -85,8 +85,35 @@ struct BiasOfHead {
 
 // What becomes of a score that `factor` brings to powers of two. `hidden`: of a bias of -inf.
 CUTE_DEVICE float with_bias(float score, float factor, float bias, float hidden) {
-  constexpr float kLog2E = 1.44269504088896341F;
   return bias == -INFINITY ? hidden : fmaf(score, factor, bias * kLog2E);
+}
+
+// The same of two scores, whose biases are the halves of a word. From sm_90 on one comparison looks at both.
+template <DType kDType>
+CUTE_DEVICE void add_pair_of_biases(float& first, float& second, float factor, std::uint32_t word, float hidden) {
+  float2 const both = BiasOfHead::both<kDType>(word);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  first = fmaf(first, factor, both.x * kLog2E);
+  second = fmaf(second, factor, both.y * kLog2E);
+  if constexpr (kDType == DType::BF16) {
+    asm("{ .reg .pred p, q;\n"
+        "setp.eq.bf16x2 p|q, %2, %3;\n"
+        "selp.f32 %0, %4, %0, p;\n"
+        "selp.f32 %1, %4, %1, q; }"
+        : "+f"(first), "+f"(second)
+        : "r"(word), "r"(0xff80ff80U), "f"(hidden));
+  } else {
+    asm("{ .reg .pred p, q;\n"
+        "setp.eq.f16x2 p|q, %2, %3;\n"
+        "selp.f32 %0, %4, %0, p;\n"
+        "selp.f32 %1, %4, %1, q; }"
+        : "+f"(first), "+f"(second)
+        : "r"(word), "r"(0xfc00fc00U), "f"(hidden));
+  }
+#else
+  first = with_bias(first, factor, both.x, hidden);
+  second = with_bias(second, factor, both.y, hidden);
+#endif
 }
 
 // Adds the bias to a thread's scores of one row of a block of the forward: elements (c, kRow, i) are of the key

@@ -40,11 +40,7 @@ CUTE_DEVICE void add_copied_of(Scores& scores, float factor, std::uint32_t from,
     load(from, step, words);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      float2 const both = BiasOfHead::both<kDType>(words[i]);
-      float& first = scores(8 * step + 2 * i);
-      float& second = scores(8 * step + 2 * i + 1);
-      first = with_bias(first, factor, both.x, hidden);
-      second = with_bias(second, factor, both.y, hidden);
+      add_pair_of_biases<kDType>(scores(8 * step + 2 * i), scores(8 * step + 2 * i + 1), factor, words[i], hidden);
     }
   }
 }

@@ -94,16 +94,19 @@ struct DropoutOfHead {
   }
 };
 
-// Of two neighbours' words: all bits of a half for a pair that stays, none for one that is dropped. `limits`: see
-// below. `kHigh`: of the halves of the words.
-template <bool kHigh>
-CUTE_DEVICE std::uint32_t kept_pair(std::uint32_t first, std::uint32_t second, std::uint32_t limits) {
+// Of two neighbours' numbers: all bits of a half for a pair that stays, none for one that is dropped. `limits`: see
+// below.
+CUTE_DEVICE std::uint32_t kept_of(std::uint32_t numbers, std::uint32_t limits) {
   // A sum with the limit reaches the sign where the number is large enough, and PRMT spreads the sign.
-  std::uint32_t const numbers = __byte_perm(first, second, kHigh ? 0x7632 : 0x5410) & 0x7fff7fffU;
-  std::uint32_t const sums = numbers + limits;
+  std::uint32_t const sums = (numbers & 0x7fff7fffU) + limits;
   std::uint32_t kept;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(sums));
   return kept;
+}
+// The same of their words. `kHigh`: of the halves of the words.
+template <bool kHigh>
+CUTE_DEVICE std::uint32_t kept_pair(std::uint32_t first, std::uint32_t second, std::uint32_t limits) {
+  return kept_of(__byte_perm(first, second, kHigh ? 0x7632 : 0x5410), limits);
 }
 CUTE_DEVICE std::uint32_t dropout_limits(int dropped) {
   return static_cast<std::uint32_t>(0x8000 - anew(dropped)) * 0x10001U;
@@ -161,6 +164,43 @@ CUTE_DEVICE void see_kept(DropoutOfHead const& head, int dropped, int key, int f
     };
     see(begin / 4, later ? first.z : first.x, later ? second.z : second.x);
     see(begin / 4 + 1, later ? first.w : first.y, later ? second.w : second.y);
+  }
+}
+
+// The same of two warps, whose keys are the first and the last 16 of 32. A call has words for both: each warp makes one
+// of the two calls for a block of columns, and hands the other's words over in shared memory. `from` and `to`: where a
+// lane finds what it gets, and where the other warp finds what it gives; kTileM / 16 * 256 bytes of each warp.
+// `meet()`: a barrier of both warps.
+template <int kTileM, class Meet, class Kept>
+CUTE_DEVICE void see_kept_by_two(DropoutOfHead const& head, int dropped, int key, int first_query, int quad_lane,
+                                 std::uint32_t from, std::uint32_t to, Meet const& meet, Kept const& kept) {
+  bool const later = key % 32 >= 16;  // the same for a whole warp
+  int const key_patch = key / 32 * 8 + key % 8;
+  std::uint32_t own[kTileM / 8];
+  CUTE_UNROLL
+  for (int begin = 0; begin < kTileM; begin += 16) {
+    int const query_patch = (first_query + begin) / 16 * 8 + 2 * quad_lane;
+    uint4 const words = head.words(key_patch, query_patch + static_cast<int>(later));
+    own[begin / 8] = later ? words.z : words.x;
+    own[begin / 8 + 1] = later ? words.w : words.y;
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + begin * 16), "r"(later ? words.x : words.z),
+                 "r"(later ? words.y : words.w)
+                 : "memory");
+  }
+  meet();
+  std::uint32_t const limits = dropout_limits(dropped);
+  // The first warp's words are those of the first neighbour.
+  std::uint32_t const low = later ? 0x1054 : 0x5410;
+  std::uint32_t const high = later ? 0x3276 : 0x7632;
+  CUTE_UNROLL
+  for (int begin = 0; begin < kTileM; begin += 16) {
+    std::uint32_t got[2];
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(got[0]), "=r"(got[1]) : "r"(from + begin * 16) : "memory");
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      kept(begin / 4 + i, kept_of(__byte_perm(own[begin / 8 + i], got[i], low), limits));
+      kept(begin / 4 + i + 2, kept_of(__byte_perm(own[begin / 8 + i], got[i], high), limits));
+    }
   }
 }
 

@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     }
   }
   if constexpr (Traits::kTakesShares) {
-    Traits::write_shares(params, band, warp * 32 + threadIdx.x % 32, warps * 32);
+    // Last warps first: where queries are few, they have nothing else to do.
+    Traits::write_shares(params, band, (warps - 1 - warp) * 32 + threadIdx.x % 32, warps * 32);
     if (params.key_sums != 0) {
       std::int64_t const copies = params.ordered ? params.shares : 1;
       std::int64_t const fours = copies * params.cut_tiles * (Traits::KeySums::kElements / 4);
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
   // The progress of each block: nothing has been added. In an ordered backward the first tile that visits the block is
   // the first to add. A warp writes one block.
   int const blocks = params.batch * params.heads_q * m_blocks;
-  for (int block = warp; block < blocks; block += warps) {
+  for (int block = (warp + warps / 2) % warps; block < blocks; block += warps) {
     int const batch_head = block / m_blocks;
     int const m_block = block - batch_head * m_blocks;
     bool visited = false;

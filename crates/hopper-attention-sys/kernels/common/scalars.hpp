@@ -17,8 +17,6 @@
 
 namespace hattn {
 
-constexpr float kLog2E = 1.44269504088896341F;
-
 // Of a forward of 16-bit operands.
 struct FwdScalars {
   float* lse;             // or null

@@ -80,7 +80,6 @@ struct SunkRow {
 
   // `reference`: of the row's weights. It may be -inf where the row has no key. Without a sink (-inf) all is as it was.
   CUTE_DEVICE static SunkRow of(float sink, float reference) {
-    constexpr float kLog2E = 1.44269504088896341F;
     SunkRow row;
     float const sink_log2 = sink * kLog2E;
     float const finite = fmaxf(reference, -FLT_MAX);  // (A NaN is in the row's sum, too.)

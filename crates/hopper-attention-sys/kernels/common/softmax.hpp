@@ -20,6 +20,8 @@
 
 namespace hattn {
 
+constexpr float kLog2E = 1.44269504088896341F;
+
 CUTE_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -28,7 +28,6 @@ struct alignas(8) Statistics {
 template <int kLift>
 struct LiftedStatistics : Statistics {
   CUTE_DEVICE static LiftedStatistics of(float lse, float d_lse, float delta, float, bool) {
-    constexpr float kLog2E = 1.44269504088896341F;
     constexpr float kDrop = 1.0F / (1 << kLift);
     if (lse == -INFINITY) {
       return {{-INFINITY, 0.0F}};

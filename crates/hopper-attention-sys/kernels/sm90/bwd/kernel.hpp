@@ -21,7 +21,9 @@
 //
 // Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
 // dP begin with, from its LSE and delta (Statistics in traits.hpp). It also lists the tiles. The one after converts the
-// f32 sums of dQ, and those of dK and dV, to the gradients. The starts of the three overlap (common/start.hpp).
+// f32 sums of dQ, and those of dK and dV, to the gradients. The starts of the three overlap (common/start.hpp). What
+// the kernel before does not write is loaded before that kernel has ended: K and V of a CTA's first tile, Q and dO of
+// its first block.
 //
 // Scores are transposed: keys are rows, queries are columns. So P^T and dS^T are the register operands of dV += P^T dO
 // and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
@@ -58,7 +60,8 @@
 // sent_full and sent_empty belong to sent_step[], a ring of two places. Through it warp 3 tells warp 2 what to report.
 //
 // Named barriers 1 to 4, one for each buffer of dS and warpgroup: the other warpgroup has written its dS. 5: both are
-// done with their products, where sums are written over what those read.
+// done with their products, where sums are written over what those read. 6 to 9, one for each two warps of a warpgroup:
+// each has given the other its random numbers (common/dropout.hpp).
 //
 // Shared memory:
 //
@@ -109,12 +112,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     storage.ones[operand][threadIdx.x % 64] = cutlass::bfloat16_t{picked ? 1.0F : 0.0F};
     fence_proxy_async();
   }
-  __syncthreads();
-  await_kernel_before();
-
   BwdScheduler const scheduler = bwd_scheduler(scalars);
-
   Band const band = band_of(scalars);
+  bool const starts_early = BwdLoad<Traits>::starts_early(scalars);
+  if constexpr (Traits::kMayStartEarly) {
+    if (starts_early && threadIdx.x == 3 * 64) {
+      storage.tile[0] = ShareList<Traits>{params, band}.at(static_cast<int>(blockIdx.x));
+    }
+  }
+  __syncthreads();
+  if (!starts_early || warp_index() > 1) {
+    await_kernel_before();
+  }
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();

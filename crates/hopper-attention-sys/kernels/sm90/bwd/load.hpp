@@ -33,6 +33,12 @@ struct BwdLoad {
     return (tile.q_len + Traits::kTileM - 1) / Traits::kTileM;
   }
 
+  // Whether warps 0 and 1 load before the kernel before has ended. They do where a CTA's first tile follows from its
+  // index.
+  CUTE_DEVICE static bool starts_early(Scalars const& scalars) {
+    return Traits::kMayStartEarly && scalars.tile_counter == nullptr;
+  }
+
   struct Nothing {
     CUTE_DEVICE void operator()() const {}
   };
@@ -181,9 +187,6 @@ struct BwdLoad {
             map_q, q_full, kEvictLast, storage.q[ring.stage],
             queries_of_head(tile, scalars.rows_apart_q, m * Traits::kTileM, head));
       } else {
-        cute::SM90_BULK_COPY_G2S::copy(
-            static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
-            &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
         load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, q_full, kEvictLast, storage.q[ring.stage],
                                                       m * Traits::kTileM, head, tile.batch);
       }
@@ -196,6 +199,11 @@ struct BwdLoad {
       } else {
         load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
                                                       m * Traits::kTileM, head, tile.batch);
+        // Last, since these come from the kernel before. (Later blocks do not wait for it: it has ended.)
+        await_kernel_before();
+        cute::SM90_BULK_COPY_G2S::copy(
+            static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
+            &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
       }
     };
     stream<false>(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
@@ -339,10 +347,14 @@ struct BwdLoad {
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
       storage.k_empty[k.stage].wait(k.parity ^ 1);
-      copy_share(scalars, drawn, storage.tile[k.stage]);
+      // (kernel.hpp has written the first tile of a CTA that starts early.)
+      if (round > 0 || !starts_early(scalars)) {
+        copy_share(scalars, drawn, storage.tile[k.stage]);
+      }
       if constexpr (!Traits::kShares) {
         CUTE_NO_UNROLL
         while (storage.tile[k.stage].steps == 0) {
+          await_kernel_before();
           copy_share(scalars, scheduler.draw(++round), storage.tile[k.stage]);
         }
       }
@@ -351,6 +363,7 @@ struct BwdLoad {
       // A CTA must not end while a copy to it is under way. Where a share is empty, nobody would wait for the copy of
       // K.
       if (!tile.valid() || (Traits::kShares && storage.tile[k.stage].steps == 0)) {
+        await_kernel_before();
         let_next_start();  // the last blocks have been asked for
         break;
       }
@@ -376,6 +389,7 @@ struct BwdLoad {
         load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                       again.block * Traits::kTileN, again.head, again.batch);
       }
+      await_kernel_before();  // which has made the list
       // The next tile is drawn only when all blocks of this one have been asked for. A drawn tile is kept from the
       // other CTAs, so that the grid ends as evenly as its draws are late. Where tiles wait for each other, they should
       // begin in the order of the list.

@@ -265,6 +265,11 @@ struct BwdMma {
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
+    // Where the warp's dS of the block goes. Before, its bias or its random numbers are there.
+    auto d_s_of = [&](int row) __attribute__((always_inline)) {
+      return cute::cast_smem_ptr_to_uint(storage.d_s[ring.stage]) + row * kSlabRowBytes;
+    };
+    auto own_d_s = [&](int thread) __attribute__((always_inline)) { return d_s_of(warp_row(thread)); };
     // Makes the operand's dropped weights 0. In tS they get the sign, which no weight has.
     auto drop = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
@@ -273,10 +278,16 @@ struct BwdMma {
           int const batch = warp_value(storage.tile[k.stage].batch);
           int const head = Traits::kIsPacked ? storage.modifiers.head[ring.stage]
                                              : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
-          see_kept<kM>(
+          // The words come to where the warp's dS goes later. Before them a bias was there.
+          auto const meet = [&]() { named_barrier_sync(6 + 2 * consumer + thread / 64, 64); };
+          if constexpr (Traits::kAddsBias) {
+            meet();
+          }
+          see_kept_by_two<kM>(
               DropoutOfHead::of(params.dropout, batch * params.heads_q + head), params.dropout.dropped,
-              n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM,
-              thread % 4, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
+              n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM, thread % 4,
+              own_d_s(thread) + thread % 32 * 8, d_s_of(warp_row(thread) ^ 16) + thread % 32 * 8,
+              meet, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
                 tP(at) &= kept;
                 auto const sign = [&](float& p, std::uint32_t half) {
                   p = __uint_as_float(__float_as_uint(p) | (~half & 0x80000000U));
@@ -327,17 +338,13 @@ struct BwdMma {
                               static_cast<int>(storage.modifiers.slope_or_head[ring.stage]));
       }
     };
-    // Where the warp has the bias of its keys and the block: where its dS goes, later.
-    auto copied_bias = [&](int thread) __attribute__((always_inline)) {
-      return cute::cast_smem_ptr_to_uint(storage.d_s[ring.stage]) + warp_row(thread) * kSlabRowBytes;
-    };
     using WarpBias = CopiedBiasTransposed<kM, kN * kSlabRowBytes>;
     // Has the warp begin to copy it, when the products with the dS that was there are done. (There may be no block.)
     auto copy_bias = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kAddsBias) {
         if (more && is_copied(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
-          WarpBias::begin(copied_bias(thread), bias_of_head(), visits.block(visit) * kM, scalars.seqlen_q,
+          WarpBias::begin(own_d_s(thread), bias_of_head(), visits.block(visit) * kM, scalars.seqlen_q,
                           n_block * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
         }
       }
@@ -348,8 +355,8 @@ struct BwdMma {
         if (is_copied(params)) {
           await_copies<0>();
           __syncwarp();
-          WarpBias::template add<Traits::kBiasAtATime / 2>(tS, scalars.scale_log2, copied_bias(thread),
-                                                           params.bias_dtype, thread % 32, kMasked);
+          WarpBias::template add<Traits::kBiasAtATime / 2>(tS, scalars.scale_log2, own_d_s(thread), params.bias_dtype,
+                                                           thread % 32, kMasked);
           __syncwarp();
           return;
         }

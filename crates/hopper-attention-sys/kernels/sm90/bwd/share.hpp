@@ -93,19 +93,33 @@ CUTE_DEVICE void write_packed_shares(BwdParams const& params, int thread, int th
   }
 }
 
-// Writes the list of shares. `thread` of `threads` writes each so many-th.
+// The list of the shares of a launch. The kernel before writes it to memory, for CTAs that take more than one. The
+// first share of a CTA that draws none follows from its index: the CTA makes that entry itself, and need not wait for
+// the list.
 template <class Traits>
-CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
-  int const n_tiles = (params.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN;
-  int const tiles = n_tiles * params.heads_kv * params.batch;
-  int const whole = tiles - params.cut_tiles;
-  // The shares of a tile stand side by side where some tiles are whole, or clusters have the shares. Else heads of the
-  // list are shares of heads.
-  bool const side_by_side = whole > 0 || params.cluster > 1;
-  int const of_head = side_by_side ? 1 : params.shares;
-  BwdScheduler const scheduler = bwd_scheduler(params, params.heads_kv * of_head, n_tiles, nullptr);
-  int const total = whole + params.cut_tiles * params.shares;
-  for (int i = thread; i < total; i += threads) {
+struct ShareList {
+  BwdParams const& params;
+  Band const& band;
+  int n_tiles;
+  int whole;  // tiles that are not cut, which come first
+  // Whether the shares of a tile stand side by side: where some tiles are whole, or clusters have the shares. Else
+  // heads of the list are shares of heads.
+  bool side_by_side;
+  int of_head;
+  BwdScheduler scheduler;
+
+  CUTE_DEVICE ShareList(BwdParams const& launch, Band const& launch_band)
+      : params(launch),
+        band(launch_band),
+        n_tiles((launch.seqlen_kv + Traits::kTileN - 1) / Traits::kTileN),
+        whole(n_tiles * launch.heads_kv * launch.batch - launch.cut_tiles),
+        side_by_side(whole > 0 || launch.cluster > 1),
+        of_head(side_by_side ? 1 : launch.shares),
+        scheduler(bwd_scheduler(launch, launch.heads_kv * of_head, n_tiles, nullptr)) {}
+
+  CUTE_DEVICE int size() const { return whole + params.cut_tiles * params.shares; }
+
+  CUTE_DEVICE TileShare at(int i) const {
     bool const is_whole = i < whole;
     int const shares = is_whole ? 1 : params.shares;
     int const place = is_whole ? i : i - whole;  // among the shares
@@ -123,15 +137,23 @@ CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thr
     int const copy = params.ordered ? index : 0;
     // Sums stand in the order of the tiles in memory, or, where some tiles are whole, in that of the list.
     int const of_tile = whole > 0 ? place / shares : (listed.batch * params.heads_kv + head) * n_tiles + listed.block;
-    reinterpret_cast<TileShare*>(params.share_list)[i] = {
-        listed.block,
-        head,
-        listed.batch,
-        share.steps,
-        head * heads_per_kv_head + heads_before,
-        visits.nth(share.first - heads_before * visits.count()),
-        params.key_sums == 0 || is_whole ? -1 : copy * params.cut_tiles + of_tile,
-        visits.start};
+    return {listed.block,
+            head,
+            listed.batch,
+            share.steps,
+            head * heads_per_kv_head + heads_before,
+            visits.nth(share.first - heads_before * visits.count()),
+            params.key_sums == 0 || is_whole ? -1 : copy * params.cut_tiles + of_tile,
+            visits.start};
+  }
+};
+
+// Writes that list. `thread` of `threads` writes each so many-th entry.
+template <class Traits>
+CUTE_DEVICE void write_shares(BwdParams const& params, Band const& band, int thread, int threads) {
+  ShareList<Traits> const list{params, band};
+  for (int i = thread; i < list.size(); i += threads) {
+    reinterpret_cast<TileShare*>(params.share_list)[i] = list.at(i);
   }
 }
 
