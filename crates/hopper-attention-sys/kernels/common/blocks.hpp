@@ -99,6 +99,19 @@ CUTE_DEVICE std::uint64_t key_bits(BlockLists const& lists, int row, int place) 
   return lists.key_bits + (row * std::int64_t{lists.most_partial} + place) * kBytesBits;
 }
 
+// Whether the lists of a backward keep a pair that the band keeps.
+CUTE_DEVICE bool is_listed(BlockLists const& lists, int batch, int head, int query, int key) {
+  int const row = row_of_lists(lists, batch, head, query / kListedBlock);
+  BlockEntry const entry{entries_of_row(lists, row)[key / kListedBlock]};
+  if (entry.word == kNotListed || !entry.has(kEntryBits)) {
+    return entry.word != kNotListed;
+  }
+  std::uint64_t const bits = given_bits(lists, batch, head, query / kListedBlock) +
+                             static_cast<std::int64_t>(entry.place()) * kBytesBits + query % kListedBlock * 16 +
+                             key % kListedBlock / 32 * 4;
+  return (*reinterpret_cast<std::uint32_t const*>(bits) >> key % 32 & 1) != 0;
+}
+
 // Bits [first, last] of a word, cut to it.
 CUTE_DEVICE std::uint32_t bits_between(int first, int last) {
   int const begin = cute::max(first, 0);

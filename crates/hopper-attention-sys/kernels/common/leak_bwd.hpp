@@ -145,15 +145,7 @@ struct RepairGradients {
   // Whether the lists, or the bias, keep a pair that the band keeps.
   CUTE_DEVICE bool lists(int head, int query, int key) const {
     if constexpr (Traits::kMask == MaskClass::Blocks) {
-      int const row = row_of_lists(params.blocks, batch, head, query / kListedBlock);
-      BlockEntry const entry{entries_of_row(params.blocks, row)[key / kListedBlock]};
-      if (entry.word == kNotListed || !entry.has(kEntryBits)) {
-        return entry.word != kNotListed;
-      }
-      std::uint64_t const bits = given_bits(params.blocks, batch, head, query / kListedBlock) +
-                                 static_cast<std::int64_t>(entry.place()) * kBytesBits + query % kListedBlock * 16 +
-                                 key % kListedBlock / 32 * 4;
-      return (*reinterpret_cast<std::uint32_t const*>(bits) >> key % 32 & 1) != 0;
+      return is_listed(params.blocks, batch, head, query, key);
     } else if constexpr (kHides) {
       return !has_bias(params) || BiasOfHead::of(params, batch, head).one(query, key) != -INFINITY;
     } else {

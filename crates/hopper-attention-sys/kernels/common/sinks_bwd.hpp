@@ -10,6 +10,7 @@
 //
 // - Where s is -inf, the gradient is 0. Rows with an LSE of -inf have no part in it.
 // - Where s and LSE' are equal (also where both are inf), p is 1.
+// - A row without keys has O' = 0 whatever s is: dO has no part in it, whatever it is. (LSE' is s: dLSE has.)
 //
 // A CTA sums the rows of a head. A thread has every kSinkThreads-th row, in the order of the tensor, and sums in f64.
 // So the result has the same bits in every run. The order of the table of sequences, which may change, has no part in
@@ -18,10 +19,14 @@
 
 #include <cstdint>
 
+#include "common/bias.hpp"
+#include "common/blocks.hpp"
 #include "common/dropout.hpp"
+#include "common/mask.hpp"
 #include "common/scalars.hpp"
 #include "common/sequences.hpp"
 #include "common/sinks.hpp"
+#include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 
 namespace hattn {
@@ -89,6 +94,29 @@ struct SinkSequences {
   }
 };
 
+// Whether the mask, the lists and the bias keep a key of a query. A thread looks at one after the other: it asks this
+// of rows whose delta is NaN, which are few.
+CUTE_DEVICE bool has_keys(BwdParams const& params, Band const& band, int batch, int head, int query) {
+  int const end = cute::min(band.seqlen_kv, band.last_key<MaskClass::Window>(query) + 1);
+  for (int key = band.first_key<MaskClass::Window>(query); key < end; ++key) {
+    bool const listed = params.blocks.counts == 0 || is_listed(params.blocks, batch, head, query, key);
+    bool const shown = !has_bias(params) || BiasOfHead::of(params, batch, head).one(query, key) != -INFINITY;
+    if (listed && shown) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// The sequence of this number. Records are in another order.
+CUTE_DEVICE Sequence const& sequence_of(SequenceTable const& table, int index) {
+  int i = 0;
+  while (table.records()[i].index != index) {
+    ++i;
+  }
+  return table.records()[i];
+}
+
 // `padded`: rows of the statistics of a head (dense).
 template <class Statistics, bool kIsPacked>
 __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdParams const params, int padded) {
@@ -96,11 +124,24 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
   auto const* const all = reinterpret_cast<Statistics const*>(params.statistics);
   float const sink = sink_of_head(params, head);
   double sum = 0.0;
-  auto const add = [&](std::int64_t batch, int row, std::int64_t at) {
+  // `query`: the row's place in its sequence.
+  auto const add = [&](int batch, int row, int query, std::int64_t at) {
     float const lse = element_of(params.lse, batch, head, row);
     if (lse != -INFINITY) {
       Statistics const statistics = all[at];
-      float const value = statistics.has_nan() ? NAN : statistics.negative_delta() * dropout_factor(params);
+      float value = statistics.negative_delta() * dropout_factor(params);
+      if (statistics.has_nan()) {
+        bool keys = false;
+        if constexpr (kIsPacked) {
+          Sequence const& sequence = sequence_of({params.sequences.table, params.batch}, batch);
+          keys = has_keys(params, band_of_tile(params, sequence), batch, head, query);
+        } else {
+          keys = has_keys(params, band_of_launch(params), batch, head, query);
+        }
+        // What is left of -delta where dO has no part in it.
+        bool const has_d_lse = params.d_lse.address != 0;
+        value = keys || isnan(lse) ? NAN : has_d_lse ? element_of(params.d_lse, batch, head, row) : 0.0F;
+      }
       sum += weighed(weight_of_sink(sink, lse), value);
     }
   };
@@ -120,16 +161,16 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
         int const skipped =
             (static_cast<int>(threadIdx.x) - static_cast<int>(first % kSinkThreads)) & (kSinkThreads - 1);
         for (int row = skipped; row < sequences.rows[i]; row += kSinkThreads) {
-          add(begin + i, sequences.q_begin[i] + row, of_head + first + row);
+          add(begin + i, sequences.q_begin[i] + row, row, of_head + first + row);
         }
       }
     }
   } else {
     std::int64_t const rows = std::int64_t{params.batch} * params.seqlen_q;
     for (std::int64_t i = threadIdx.x; i < rows && sink != -INFINITY; i += kSinkThreads) {
-      std::int64_t const batch = i / params.seqlen_q;
-      int const query = static_cast<int>(i - batch * params.seqlen_q);
-      add(batch, query, (batch * params.heads_q + head) * padded + query);
+      int const batch = static_cast<int>(i / params.seqlen_q);
+      int const query = static_cast<int>(i - std::int64_t{batch} * params.seqlen_q);
+      add(batch, query, query, (std::int64_t{batch} * params.heads_q + head) * padded + query);
     }
   }
   store_sink_gradient(params, head, sum);

@@ -78,7 +78,7 @@ pub struct Problem {
 
 impl Problem {
     /// The forward problem.
-    pub(super) fn forward(&self) -> ForwardProblem {
+    pub fn forward(&self) -> ForwardProblem {
         let options = match self.pass {
             Pass::Fp8 | Pass::Quantize => {
                 let Fp8 { scaling, half_scores, .. } = self.fp8;

@@ -188,6 +188,8 @@ struct Row {
     keys: Keys,
     lse: f32,
     delta: f32,
+    /// Whether a key of the query was found that the mask, the lists and the bias keep.
+    has_keys: bool,
 }
 
 /// Fills `rows` for some queries of a sequence. A query with LSE -inf has no part in any gradient, so it counts as one that keeps no key.
@@ -203,7 +205,7 @@ fn rows_of(
     rows.clear();
     rows.extend(queries.zip(lse.iter().zip(delta)).map(|(query, (&lse, &delta))| {
         let keys = if lse == f32::NEG_INFINITY { (0, 0) } else { band.keys(query, of.kv.len) };
-        Row { query, keys, lse, delta }
+        Row { query, keys, lse, delta, has_keys: false }
     }));
 }
 
@@ -254,6 +256,14 @@ fn of_queries<T: Float>(
         let of_pairs = OfPairs { alibi: bias, first_key: first, biases, capped: true, dropped };
         weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
         block.sum_over_keys(d_s, k, dims.head_dim_qk, d_q);
+        for (query, row) in rows.iter_mut().enumerate() {
+            row.has_keys = row.has_keys || block.keeps_any(query);
+        }
+    }
+    // The O of a query without keys is 0 by definition, whatever dO is. What the gradient of a sink has of it is dLSE.
+    let d_lse = inputs.d_lse.as_ref().map(|d_lse| d_lse.part(&task.rows, task.head, task.tokens.clone()));
+    for (i, delta) in delta.iter_mut().enumerate().filter(|(i, _)| !rows[*i].has_keys) {
+        *delta = d_lse.map_or(0.0, |d_lse| -d_lse[i]);
     }
     round(d_q, problem.softmax_scale(), of_tokens);
 }

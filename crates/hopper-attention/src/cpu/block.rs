@@ -69,6 +69,12 @@ impl<'a> Block<'a> {
         }
     }
 
+    /// Whether a query keeps any key of the block.
+    pub fn keeps_any(&self, query: usize) -> bool {
+        let shows = |key: usize| self.hiding.get(query * self.keys + key).is_none_or(|&bias| bias != f32::NEG_INFINITY);
+        self.kept[query].clone().any(|key| shows(key) && self.pairs.keep(query, key))
+    }
+
     /// For each query the keys that it keeps, counted from the first key of the block.
     pub fn kept(&self) -> &'a [Range<usize>] {
         self.kept

@@ -61,8 +61,8 @@ pub(super) fn without_keys(sink: f32) -> f32 {
     if sink.is_nan() { sink } else { 0.0 }
 }
 
-/// Writes the gradient of the sinks, from the LSE of each query and its `delta`: `rowsum(dO * O) - dLSE`. Rows are added in the
-/// order of the sequences, in f64.
+/// Writes the gradient of the sinks, from the LSE of each query and its `delta`: `rowsum(dO * O) - dLSE`, of a query without
+/// keys -dLSE. Rows are added in the order of the sequences, in f64.
 pub(super) fn gradients(
     sinks: &Sinks<'_>,
     sequences: &Sequences,

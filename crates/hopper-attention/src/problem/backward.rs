@@ -69,6 +69,8 @@ impl BackwardProblemBuilder {
     ///
     /// - Where the sink is -inf its gradient is 0. A row with LSE -inf has no part in it.
     /// - Where the sink and LSE' are equal, also where both are inf, P is 1.
+    /// - A row without keys has O' = 0 whatever the sink is. So dO has no part in it there, also where it is NaN. Its LSE' is the sink,
+    ///   so it adds its dLSE.
     pub fn d_sinks(self, wanted: bool) -> Self {
         self.operand(Slot::DSinks, wanted)
     }

@@ -462,6 +462,11 @@ impl Soft {
         Self { columns, scores, before_cap, weights, max, sum, lse, sink_size, of_keys }
     }
 
+    /// What the weights are relative to.
+    fn shift(&self) -> f64 {
+        if self.max == f64::NEG_INFINITY { 0.0 } else { self.max }
+    }
+
     /// [`alike`] of the keys in these columns alone.
     fn alike(&self, unit_roundoff: f64, counts: impl Fn(usize) -> bool) -> f64 {
         if self.columns.iter().all(|&column| counts(column)) {

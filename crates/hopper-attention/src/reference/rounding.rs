@@ -1,6 +1,8 @@
 //! How large rounding errors are. The oracle makes its scales of these numbers, and the tolerance its bounds.
 
+use super::Tensor;
 use crate::dtype::DType;
+use crate::problem::ForwardProblem;
 
 /// The error that a score may have, in unit roundoffs of the sum of the magnitudes of its terms.
 pub(super) const SCORE_ROUNDOFFS: f64 = 4.0;
@@ -53,6 +55,28 @@ pub(super) fn weight_limit(dtype: DType) -> f64 {
     }
 }
 
+/// The least magnitude that rounds to infinity in a type. Infinity for one that has none: it saturates.
+pub(super) fn overflow(dtype: DType) -> f64 {
+    let largest_power = match dtype {
+        DType::F16 => 15,
+        DType::BF16 | DType::F32 => 127,
+        DType::E4M3 | DType::I32 => return f64::INFINITY,
+    };
+    (2.0 - unit_roundoff(dtype)) * 2.0_f64.powi(largest_power)
+}
+
+/// The least error of an element of O with dropout ([`tolerance`](super::tolerance) says why). 0 without.
+pub(super) fn least_with_dropout(problem: &ForwardProblem, v: &Tensor) -> f64 {
+    let Some(dropout) = problem.drops() else { return 0.0 };
+    let least = match problem.dtype() {
+        DType::F16 => half_subnormal(DType::F16),
+        DType::BF16 => SMALLEST_NORMAL * weight_limit(DType::BF16),
+        _ => return 0.0,
+    };
+    let finite = v.data().iter().map(|v| v.abs()).filter(|v| v.is_finite());
+    dropout.factor() * least * finite.fold(0.0, f64::max)
+}
+
 /// The largest e4m3 number.
 pub(super) const LARGEST_E4M3: f64 = 448.0;
 
@@ -72,6 +96,19 @@ pub(super) fn hypot(a: f64, b: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::{bf16, f16};
+
+    #[test]
+    fn the_first_number_that_rounds_to_infinity() {
+        assert_eq!(overflow(DType::F16), 65520.0);
+        assert!(f16::from_f64(65520.0).is_infinite() && f16::from_f64(65519.0).is_finite());
+        let of_bf16 = overflow(DType::BF16) as f32;
+        assert!(bf16::from_f32(of_bf16).is_infinite());
+        assert!(bf16::from_f32(f32::from_bits(of_bf16.to_bits() - 1)).is_finite());
+        let of_f32 = overflow(DType::F32);
+        assert!((of_f32 as f32).is_infinite() && ((of_f32 * (1.0 - 1e-15)) as f32).is_finite());
+        assert_eq!(overflow(DType::E4M3), f64::INFINITY);
+    }
 
     #[test]
     fn hypot_of_any_numbers() {

@@ -20,8 +20,9 @@
 //!   large errors. An easy one is not.
 //! - Both lines bound a maximum. A mean could hide a wrong row among many right ones.
 //! - The line per row keeps a large row from hiding a wrong small one.
-//! - An ulp is at least the smallest normal f32. A GPU may make 0 of smaller numbers, such as those of an element whose V leaves
-//!   next to nothing. A row with a sink may have an error beside that: see [below](#rows-that-a-sink-leaves-next-to-nothing).
+//! - An ulp is at least the smallest number of the output's type, and the smallest normal f32. A GPU may make 0 of smaller numbers,
+//!   such as those of an element whose V leaves next to nothing. A row with a sink may have an error beside that: see
+//!   [below](#rows-that-a-sink-leaves-next-to-nothing).
 //!
 //! # The floor
 //!
@@ -188,16 +189,23 @@
 //!
 //! n(p)     = (u + s) p + t                   s = 4 * 2^-24 * (|scale| |q_i| |k_j| + max(1, |LSE_i|))
 //! n(dS)    = (sqrt(2) u + s) |dS| + p * 4 * 2^-24 * |dO_i| |v_j| + t
-//! n(delta) = (u + s) * sqrt(sum over d of dO^2 (O^2 + sum (p v)^2)) + 4 * 2^-24 * (|dO_i| |O_i| + |dLSE_i|)
+//! n(delta) = (u + s) * sqrt(sum over d of dO^2 (O^2 + sum (p v)^2)) + t_O * |dO_i|
+//!            + 4 * 2^-24 * (|dO_i| |O_i| + |dLSE_i|)
 //! ```
 //!
 //! - `s` here is the error of a score and of the LSE in f32, and so the relative error of a probability.
 //! - dS is rounded. It may have been computed from probabilities that were rounded, too. The errors of two roundings are
 //!   `sqrt(2)` times as large as that of one.
-//! - delta inherits the rounding of O, and of the probabilities that O was computed from.
+//! - delta inherits the rounding of O, and of the probabilities that O was computed from. `t_O` is the error of an element of O near
+//!   0: half the smallest subnormal of the type, or what dropout makes it (see
+//!   [above](#rows-that-dropout-leaves-next-to-nothing)). Of a row without keys delta is -dLSE.
 //! - `t` is half the smallest subnormal of the type, because gradients in f16 may be that small. It is at least the smallest
 //!   normal f32 times the root of the number of pairs. A GPU may flush smaller numbers to 0, and such errors of a sum all have one
 //!   sign.
+//!
+//! A GPU makes 0 of P and dS where they are below the smallest normal f32. What a gradient loses by this has the sign of the gradient:
+//! it does not average out, as `a` [below](#groups-of-elements) does not. Pairs whose exact P or dS is below 2^-125 count. A gradient
+//! below 2^-126 may be 0 itself.
 //!
 //! dSink of a head is a sum over rows `i`, whose weight of the sink is `p_i`:
 //!
@@ -256,7 +264,9 @@
 //! # Exact matches
 //!
 //! - NaN must be where the oracle has NaN, and nowhere else.
-//! - Infinities must match. The LSE of a query without keys is -inf.
+//! - Infinities must match, but for outputs and gradients whose exact value is finite. There an infinity stands for the exact value
+//!   if that rounds to it, or else for the least number that does (65520 in f16), and its error is judged as any other. The LSE of
+//!   a query without keys is -inf.
 //! - Where the oracle's row of the output is 0 because every key is masked, the result must be exactly 0. So must a row of a
 //!   gradient in which no pair has a part.
 
@@ -272,8 +282,8 @@ use super::oracle::forward_told;
 use super::packed::belonging;
 use super::plain::forward_plain_told;
 use super::rounding::{
-    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, hypot, score_roundoff_16_bits,
-    unit_roundoff, weight_limit,
+    LARGEST_E4M3, ROUNDING, SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, hypot, least_with_dropout, overflow,
+    score_roundoff_16_bits, unit_roundoff, weight_limit,
 };
 use super::work::{Told, Work, forward_units};
 use super::{MaxLogit, Modifiers, Oracle, Plain, Tensor, place, shape_error};
@@ -350,9 +360,11 @@ pub struct Expected {
     score_deviation: f64,
     /// The unit roundoff of the output's type.
     output_roundoff: f64,
-    /// The error of an output near 0, in real values: of rounding to e4m3. Of other types it is half the smallest normal f32: a
-    /// GPU may make 0 of smaller numbers.
+    /// The error of an output near 0, in real values: of rounding to e4m3 and f16. Of other types it is half the smallest normal
+    /// f32: a GPU may make 0 of smaller numbers.
     output_least: f64,
+    /// From which magnitude on an output is infinite.
+    output_overflow: f64,
     /// What a GPU may make 0 of in rows with a sink.
     flush: Option<Flush>,
     /// The shape of the LSE.
@@ -448,11 +460,12 @@ impl Expected {
             lse_least: if problem.allows_half_scores() { LSE_LEAST_HALF_SCORES } else { 0.0 },
             score_deviation: if problem.allows_half_scores() { 1.0 } else { ROUNDING },
             output_roundoff: unit_roundoff(problem.output_dtype()),
-            output_least: if of_e4m3 {
-                half_subnormal(DType::E4M3) / f64::from(scale_o)
-            } else {
-                f64::max(f64::from(f32::MIN_POSITIVE) / 2.0, least_with_dropout(problem, inputs[2]))
+            output_least: match problem.output_dtype() {
+                _ if of_e4m3 => half_subnormal(DType::E4M3) / f64::from(scale_o),
+                DType::F16 => half_subnormal(DType::F16).max(least_with_dropout(problem, inputs[2])),
+                _ => f64::max(SMALLEST_NORMAL / 2.0, least_with_dropout(problem, inputs[2])),
             },
+            output_overflow: overflow(problem.output_dtype()),
             flush: problem.sinks().map(|_| Flush::of(problem.dtype())),
             shape: problem.lse_shape(),
             oracle: forward_told(problem, lengths, inputs, modifiers, work)?,
@@ -481,6 +494,17 @@ impl Expected {
     /// The results of the plain computation.
     pub fn plain(&self) -> &Plain {
         &self.plain
+    }
+
+    /// Takes the exact results for those of the plain computation, which then has no errors: what is left of the bounds is made of
+    /// the known sizes of the noise. A plain computation must keep these bounds too. Another one, or one with more luck, may be
+    /// what a result is judged by.
+    #[must_use]
+    pub fn with_exact_plain(mut self) -> Self {
+        let Oracle { o, lse, max_logits, .. } = &self.oracle;
+        let max_logits = max_logits.iter().map(|logit| logit.value).collect();
+        self.plain = Plain { o: o.clone(), lse: lse.clone(), max_logits };
+        self
     }
 
     /// Compares results with the tolerance. `o` is `[batch, seqlen_q, heads_q, head_dim_vo]`. `lse`, if there is one, is
@@ -524,16 +548,19 @@ impl Expected {
             let of_scores = self.sum_roundoff * scale.score_of_o + U32 * (scale.sink + scale.cap + scale.added_of_o);
             let of_scores = SCORE_ROUNDOFFS * of_scores;
             let of_sums = U32 * (scale.keys as f64).sqrt();
+            // A row in which no key has a part must be exactly 0, so it is allowed nothing.
+            let least = if magnitude.max(weighted_max) == 0.0 { 0.0 } else { self.output_least };
             let floor = (self.unit_roundoff + of_scores) * weighted_max + of_sums * weighted_max.max(magnitude);
             let flushed: Vec<f64> = match &self.flush {
                 Some(flush) => flush.of_row(scale, self.oracle.lse[row], exact, weighted),
                 None => vec![0.0; exact.len()],
             };
             let lost = self.oracle.lost.row(batch, query, head).iter().zip(&flushed);
-            let lost: Vec<f64> = lost.map(|(lost, flushed)| lost.abs() + flushed).collect();
+            let lost = lost.zip(exact).map(|((lost, flushed), &exact)| lost.abs() + flushed.max(subnormal(exact)));
+            let lost: Vec<f64> = lost.collect();
             let deviation = |of_p: f64, exact: f64| {
                 let rounding = hypot(self.unit_roundoff * of_p, self.output_roundoff * exact);
-                ROUNDING * hypot(rounding, self.output_least)
+                ROUNDING * hypot(rounding, least)
                     + self.score_deviation * of_scores * of_p
                     + of_sums * of_p.max(exact.abs())
             };
@@ -544,10 +571,11 @@ impl Expected {
                 plain: self.plain.o.row(batch, query, head),
                 deviation: weighted.iter().zip(exact).map(|(&weighted, &exact)| deviation(weighted, exact)).collect(),
                 along: deviation(scale.along, norms[row]),
-                alike: alike([self.unit_roundoff * scale.alike, self.output_least * scale.alike], exact, weighted),
+                alike: alike([self.unit_roundoff * scale.alike, least * scale.alike], exact, weighted),
                 systematic: systematic([SCORES_ALIKE * of_scores, 0.0], scale.keys, &lost, exact, weighted),
                 floor: FLOOR * floor,
-                ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(self.output_least) + largest(&flushed),
+                overflow: self.output_overflow,
+                ulps: O_ULPS * 2.0 * (self.output_roundoff * magnitude).max(least) + largest(&flushed),
             });
         }
         tally.figures()
@@ -576,6 +604,7 @@ impl Expected {
                 alike: vec![0.0],
                 systematic: vec![0.0],
                 floor,
+                overflow: f64::INFINITY,
                 ulps: LSE_ULPS * ulp,
             });
         }
@@ -607,6 +636,7 @@ impl Expected {
                 alike: vec![0.0],
                 systematic: vec![0.0],
                 floor,
+                overflow: f64::INFINITY,
                 ulps: LSE_ULPS * ulp,
             });
         }
@@ -616,18 +646,6 @@ impl Expected {
         }
         figures
     }
-}
-
-/// The least error of an element of O with dropout (see above). 0 without.
-fn least_with_dropout(problem: &ForwardProblem, v: &Tensor) -> f64 {
-    let Some(dropout) = problem.drops() else { return 0.0 };
-    let least = match problem.dtype() {
-        DType::F16 => half_subnormal(DType::F16),
-        DType::BF16 => SMALLEST_NORMAL * weight_limit(DType::BF16),
-        _ => return 0.0,
-    };
-    let finite = v.data().iter().map(|v| v.abs()).filter(|v| v.is_finite());
-    dropout.factor() * least * finite.fold(0.0, f64::max)
 }
 
 /// What a GPU may make 0 of in a row that a sink leaves next to nothing (see above).
@@ -760,6 +778,11 @@ fn systematic(errors: [f64; 2], terms: usize, other: &[f64], exact: &[f64], weig
     let alike = alike(errors, exact, weighted);
     let sum = |((alike, exact), other): ((&f64, &f64), &f64)| alike + cut_off * exact.abs() + other.abs();
     alike.iter().zip(exact).zip(other).map(sum).collect()
+}
+
+/// What a GPU may make 0 of, since f32 has it as a subnormal number alone: all of it. 0 for larger numbers.
+fn subnormal(exact: f64) -> f64 {
+    if exact.abs() < SMALLEST_NORMAL { exact.abs() } else { 0.0 }
 }
 
 /// The largest finite magnitude.

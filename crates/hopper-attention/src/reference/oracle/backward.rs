@@ -2,6 +2,7 @@
 //! and dV in tiles of keys, each from all pairs of the tile.
 
 mod biases;
+mod flushed;
 
 use std::f64::consts::SQRT_2;
 
@@ -9,7 +10,9 @@ use super::super::additive::Added;
 use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
-use super::super::rounding::{SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, unit_roundoff};
+use super::super::rounding::{
+    SCORE_ROUNDOFFS, SMALLEST_NORMAL, U32, half_subnormal, least_with_dropout, unit_roundoff,
+};
 use super::super::softcap::Softcap;
 use super::super::work::{ORACLE_KEY_UNITS, ORACLE_QUERY_UNITS, Work};
 use super::super::{Modifiers, Tensor, check_backward_inputs, each_tile, gather};
@@ -17,6 +20,8 @@ use super::{Soft, alike, dot, norm, norms};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 use crate::sequences::{Lengths, SequenceRows};
+
+use flushed::{FLUSHED, add_magnitudes, counted};
 
 pub use biases::BiasNoise;
 
@@ -122,8 +127,8 @@ impl Noise {
 ///
 /// - Shapes are the problem's. `d_lse` is `[batch, heads_q, seqlen_q]`. The elements must be those that the tested computation
 ///   reads: already rounded to its type.
-/// - A query that keeps no key has no part in any gradient but that of a sink. Neither has a query whose kept keys all have score
-///   -inf.
+/// - A query that keeps no key has no part in any gradient but that of a sink, which has its dLSE. Neither has a query whose kept keys
+///   all have score -inf.
 /// - Masked pairs have no part in any result, whatever their elements are.
 ///
 /// # Errors
@@ -224,7 +229,8 @@ fn dense(
     // An infinite key has weight 0, or makes its row NaN. Neither widens the tolerance of other keys.
     k_norms.iter_mut().filter(|norm| norm.is_infinite()).for_each(|norm| *norm = 0.0);
     let kept = Kept::new(problem.forward(), &modifiers)?;
-    let exact = Exact { problem, kept, q, k, v, d_o, d_lse, modifiers, k_norms, v_norms };
+    let least_o = half_subnormal(problem.dtype()).max(least_with_dropout(problem.forward(), v));
+    let exact = Exact { problem, kept, q, k, v, d_o, d_lse, modifiers, k_norms, v_norms, least_o };
     let dims = problem.dims();
 
     // Each half has its own copies of the tensors that it sums.
@@ -282,12 +288,20 @@ struct Exact<'a> {
     k_norms: Vec<f64>,
     /// The norms of the values, `[batch, heads_kv, seqlen_kv]`.
     v_norms: Vec<f64>,
+    /// The error of an element of O near 0.
+    least_o: f64,
 }
 
 /// What all pairs of one query share.
 #[derive(Clone, Copy)]
 struct Row {
     lse: f64,
+    /// What the weights are relative to, and their sum with that of the sink. P is a quotient of weights: next to a large LSE, of
+    /// a large bias, f64 has not enough bits for it.
+    shift: f64,
+    sum: f64,
+    /// Whether the query keeps any key. Else O is 0 by definition, whatever dO is.
+    has_keys: bool,
     /// `dO . O`, minus the gradient of the LSE.
     delta: f64,
     /// The noise of delta: `n(delta)` in the tolerance.
@@ -300,6 +314,13 @@ struct Row {
     delta_alike: f64,
     /// The error of the LSE.
     lse_noise: f64,
+}
+
+impl Row {
+    /// P of a score.
+    fn weight(&self, score: f64) -> f64 {
+        (score - self.shift).exp() / self.sum
+    }
 }
 
 /// What the error of the score of a key is made of, or the mean of several keys.
@@ -315,6 +336,8 @@ struct ErrorSize {
 struct Pair {
     d_s: f64,
     d_s_noise: f64,
+    /// All of dS, where a GPU may make 0 of it: P or dS are too small for a normal f32.
+    flushed: f64,
 }
 
 /// A tensor, and the squares of its elements.
@@ -376,6 +399,7 @@ impl Exact<'_> {
         }
         let mut mean_key = vec![0.0; queries.count * dims.head_dim_qk];
         of_k.values.add_weighted(place, keys, &flat, &kept, &mut mean_key);
+        let mut flushed = vec![0.0; pairs];
         // dS takes the place of the scores, and its squared noise that of P.
         for (i, (row, ..)) in rows.iter().enumerate() {
             for column in 0..keys.count {
@@ -386,6 +410,7 @@ impl Exact<'_> {
                     let pair = self.pair(row, token, scores[at], p[at], (d_p[at], factors[at]), added.size(query, key));
                     scores[at] = self.scale() * pair.d_s;
                     p[at] = (self.scale() * pair.d_s_noise).powi(2);
+                    flushed[at] = self.scale() * pair.flushed;
                 } else {
                     scores[at] = 0.0;
                 }
@@ -397,13 +422,20 @@ impl Exact<'_> {
         of_k.squares.add_weighted(place, keys, &p, &kept, &mut noise);
         scores.iter_mut().for_each(|d_s| *d_s *= *d_s);
         of_k.squares.add_weighted(place, keys, &scores, &kept, &mut sums.squares);
+        let mut lost = vec![0.0; queries.count * dims.head_dim_qk];
+        for (at, &flushed) in flushed.iter().enumerate().filter(|(_, flushed)| **flushed > 0.0) {
+            let (row, key) = (at / keys.count * dims.head_dim_qk, keys.first + at % keys.count);
+            add_magnitudes(flushed, self.k.row(batch, key, head_kv), &mut lost[row..row + dims.head_dim_qk]);
+        }
 
         let dim = dims.head_dim_qk.max(1);
-        let of_rows = rows.into_iter().enumerate().zip(mean_key.chunks(dim).zip(noise.chunks(dim)));
+        let of_rows = mean_key.chunks(dim).zip(noise.chunks(dim).zip(lost.chunks(dim)));
+        let of_rows = rows.into_iter().enumerate().zip(of_rows);
         of_rows
-            .map(|((i, (row, mut sum, error_size)), (mean_key, noise))| {
+            .map(|((i, (row, mut sum, error_size)), (mean_key, (noise, lost)))| {
                 let (values, squares) = sums.row(i);
                 (sum.values, sum.squares, sum.noise_squares) = (values.to_vec(), squares.to_vec(), noise.to_vec());
+                sum.of_delta = lost.to_vec();
                 if row.lse != f64::NEG_INFINITY {
                     sum.alike = row.alike.max(self.score_noise(&row, error_size));
                     // All keys of the row share the one error of delta, so it does not average out over the keys.
@@ -430,6 +462,9 @@ impl Exact<'_> {
         let head_kv = head / self.problem.forward().group_size();
         let mut row = Row {
             lse: f64::NEG_INFINITY,
+            shift: 0.0,
+            sum: 1.0,
+            has_keys: false,
             delta: 0.0,
             delta_noise: 0.0,
             q_norm: norm(self.q.row(batch, query, head)),
@@ -441,10 +476,12 @@ impl Exact<'_> {
         let mut sum = Sum::new(dims.head_dim_qk);
         let keeps = |column: &usize| self.kept.keep(batch, head, query, keys.first + column);
         let columns: Vec<usize> = (0..keys.count).filter(keeps).collect();
+        row.has_keys = !columns.is_empty();
         let added = self.added([batch, head]);
         let of_column = |column| added.at(query, keys.first + column);
         let soft = Soft::new(self.problem.forward(), columns, scores, of_column, self.modifiers.sink(head));
         row.lse = soft.lse;
+        (row.shift, row.sum) = if soft.weights.is_empty() { (soft.lse, 1.0) } else { (soft.shift(), soft.sum) };
         if soft.weights.is_empty() {
             return (row, sum, ErrorSize::default());
         }
@@ -456,7 +493,7 @@ impl Exact<'_> {
         row.alike = roundoff * of_all.max(of_left);
         let mut mean = ErrorSize::default();
         for (&column, score) in soft.columns.iter().zip(&soft.scores) {
-            (kept[column], p[column]) = (true, (score - row.lse).exp());
+            (kept[column], p[column]) = (true, row.weight(*score));
             let token = self.token(batch, head_kv, keys.first + column);
             let size = self.error_size(&row, token, scores[column], added.size(query, keys.first + column));
             mean.norm += p[column] * size.norm;
@@ -478,15 +515,20 @@ impl Exact<'_> {
         let dims = self.problem.dims();
         let d_o_row = self.d_o.row(batch, query, head);
         // Not the sum of p * dP: where dO is infinite, dP is infinite of both signs.
-        row.delta = dot(d_o_row, o);
+        row.delta = if row.has_keys { dot(d_o_row, o) } else { 0.0 };
         let d_lse = self.d_lse.map_or(0.0, |d_lse| d_lse[(batch * dims.heads_q + head) * dims.seqlen_q + query]);
         row.delta_alike = row.alike * row.delta.abs();
         row.delta -= d_lse;
         row.lse_noise = self.score_noise(row, error_size);
+        if !row.has_keys {
+            row.delta_noise = SCORE_ROUNDOFFS * U32 * d_lse.abs();
+            return;
+        }
         // The O in delta is rounded, and was computed from rounded P.
         let rounded: f64 =
             d_o_row.iter().zip(o.iter().zip(squares)).map(|(d_o, (o, square))| d_o * d_o * (o * o + square)).sum();
         row.delta_noise = (unit_roundoff(self.problem.dtype()) + row.lse_noise) * rounded.sqrt()
+            + self.least_o * row.d_o_norm
             + SCORE_ROUNDOFFS * U32 * (row.d_o_norm * norm(o) + d_lse.abs());
     }
 
@@ -538,7 +580,7 @@ impl Exact<'_> {
         let mut d_k = Terms::new(keys.count, dims.head_dim_qk);
         let mut d_v = Terms::new(keys.count, dims.head_dim_vo);
         let [mut d_k_noise, mut d_k_of_delta] = [(); 2].map(|()| vec![0.0; keys.count * dims.head_dim_qk]);
-        let mut d_v_noise = vec![0.0; keys.count * dims.head_dim_vo];
+        let [mut d_v_noise, mut d_v_lost] = [(); 2].map(|()| vec![0.0; keys.count * dims.head_dim_vo]);
         // Which pairs are kept and not dropped.
         let mut left = vec![false; pairs];
         // For each key the number of pairs, the sum of P, and the sum of P times what P has in common: of dK, and of dV without the
@@ -567,12 +609,16 @@ impl Exact<'_> {
                     let score = self.scale() * scores[at];
                     let query = queries.first + column;
                     let added_size = added.size(query, key);
-                    let p = (self.softcap().score(score) + added.at(query, key) - row.lse).exp();
+                    let p = row.weight(self.softcap().score(score) + added.at(query, key));
                     let error_size = self.error_size(row, token, scores[at], added_size);
                     let factor = factors[column][i];
                     left[at] = factor != 0.0;
                     let pair = self.pair(row, token, scores[at], p, (d_p[at], factor), added_size);
                     p_noise[at] = times(factor, self.p_noise(row, error_size, p));
+                    if left[at] && p < FLUSHED && counted(factor * p) > 0.0 {
+                        let lost = &mut d_v_lost[i * dims.head_dim_vo..(i + 1) * dims.head_dim_vo];
+                        add_magnitudes(factor * p, self.d_o.row(batch, query, head), lost);
+                    }
                     // P after dropout, dS, the squared noise of dS and the error of delta.
                     (scores[at], d_p[at]) = (times(factor, p), self.scale() * pair.d_s);
                     let flat = p * self.softcap().slope(score);
@@ -581,7 +627,7 @@ impl Exact<'_> {
                     // Of infinity and NaN `hypot` makes infinity.
                     let squares = if squares.is_nan() { pair.d_s_noise.hypot(delta_noise) } else { squares };
                     noise[at] = self.scale().powi(2) * squares;
-                    of_delta[at] = self.scale() * flat * row.delta_alike;
+                    of_delta[at] = self.scale() * (flat * row.delta_alike + pair.flushed);
                     let common = row.alike.max(self.score_noise(row, error_size));
                     for (terms, weight, alike) in &mut weights[i][..if left[at] { 2 } else { 1 }] {
                         *terms += 1;
@@ -616,7 +662,7 @@ impl Exact<'_> {
                     Sum { values, squares, noise_squares: of_row(noise, i), of_delta, alike, terms }
                 };
             let of_delta = of_row(&d_k_of_delta, i);
-            (sum(&d_k, &d_k_noise, of_delta, of_k), sum(&d_v, &d_v_noise, vec![0.0; dims.head_dim_vo], of_v))
+            (sum(&d_k, &d_k_noise, of_delta, of_k), sum(&d_v, &d_v_noise, of_row(&d_v_lost, i), of_v))
         };
         weights.iter().enumerate().map(of_key).collect()
     }
@@ -634,6 +680,7 @@ impl Exact<'_> {
         let slope_noise = softcap.slope_noise(score, self.scale() * row.q_norm * self.k_norms[token]);
         Pair {
             d_s,
+            flushed: if p < FLUSHED || d_s.abs() < FLUSHED { counted(d_s) } else { 0.0 },
             // A kernel may round P before it makes dS of it.
             d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
                 + p * slope * d_p_noise
@@ -665,7 +712,9 @@ impl Exact<'_> {
     /// gradients. `size` is that of the key.
     fn score_noise(&self, row: &Row, size: ErrorSize) -> f64 {
         let lse = if row.lse.is_finite() { row.lse.abs() } else { 0.0 };
-        SCORE_ROUNDOFFS * U32 * (self.scale() * row.q_norm * size.norm + size.added + lse.max(1.0) + self.softcap().cap)
+        // Without a key there is no product, whatever the query is.
+        let of_product = if size.norm == 0.0 { 0.0 } else { self.scale() * row.q_norm * size.norm };
+        SCORE_ROUNDOFFS * U32 * (of_product + size.added + lse.max(1.0) + self.softcap().cap)
     }
 
     /// What the error of a key's score is made of. `added` is the magnitude of what is added to it.

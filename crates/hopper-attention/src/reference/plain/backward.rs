@@ -32,7 +32,7 @@ pub struct BackwardPlain {
 /// Computes the gradients in the problem's precision, one row at a time. O and the LSE are those of
 /// [`forward_plain`](super::forward_plain).
 ///
-/// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type;
+/// 1. `delta = sum(dO * O) - dLSE` in f32, with O rounded to its type; -dLSE of a query without keys;
 /// 2. scores and dP: products of the inputs, accumulated in f32;
 /// 3. `P = exp(score - LSE)`, with ALiBi `exp(score - slope * distance - LSE)`, and `dS = P * (dP - delta)` in f32, then rounded to the input type; with a cap scores are capped, and
 ///    dS is multiplied by `1 - tanh^2` before it is rounded; with dropout dP is 0 where a pair is dropped, and multiplied by the
@@ -130,6 +130,7 @@ fn dense(
     let [q, k, v, d_o] = inputs.map(Narrow::new);
     let round = rounding(problem.dtype());
     let shape = problem.d_lse_shape();
+    let kept = Kept::new(problem.forward(), &modifiers)?;
     let rows: Vec<Row> = forward
         .lse
         .iter()
@@ -137,7 +138,10 @@ fn dense(
         .map(|(i, &lse)| {
             let [batch, head, query] = place(shape, i);
             let d_lse = d_lse.map_or(0.0, |d_lse| d_lse[i] as f32);
-            Row { lse: lse as f32, delta: dot(d_o.row(batch, query, head), o.row(batch, query, head)) - d_lse }
+            // Where there is no key, O is 0 by definition, whatever dO is.
+            let has_keys = (0..dims.seqlen_kv).any(|key| kept.keep(batch, head, query, key));
+            let of_o = if has_keys { dot(d_o.row(batch, query, head), o.row(batch, query, head)) } else { 0.0 };
+            Row { lse: lse as f32, delta: of_o - d_lse }
         })
         .collect();
     let mut d_sinks = no_gradients(problem);
@@ -148,7 +152,6 @@ fn dense(
         let weight = |lse: f32| if sink == lse { 1.0 } else { (sink - lse).exp() };
         *sum = f64::from(counted.map(|row| -weight(row.lse) * row.delta).sum::<f32>());
     }
-    let kept = Kept::new(problem.forward(), &modifiers)?;
     let plain = Backward { problem, kept, modifiers, round, rows, q, k, v, d_o };
 
     let group = problem.forward().group_size();

@@ -4,11 +4,11 @@ use std::fmt;
 
 use super::super::oracle::backward_told;
 use super::super::plain::backward_plain_told;
-use super::super::rounding::{ROUNDING, U32, half_subnormal, hypot, unit_roundoff};
+use super::super::rounding::{ROUNDING, U32, half_subnormal, hypot, overflow, unit_roundoff};
 use super::super::work::{Told, Work, backward_units};
 use super::super::{BackwardOracle, BackwardPlain, BiasNoise, Modifiers, Noise, Tensor, place, shape_error};
 use super::{COMMON, FLOOR, Figures, GRADIENT_ULPS, Judged, Norms, Ratios, Row, Tally};
-use super::{largest, squares_norm, systematic};
+use super::{largest, squares_norm, subnormal, systematic};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::BackwardProblem;
@@ -131,6 +131,15 @@ impl BackwardExpected {
         &self.plain
     }
 
+    /// As [`Expected::with_exact_plain`](super::Expected::with_exact_plain).
+    #[must_use]
+    pub fn with_exact_plain(mut self) -> Self {
+        let BackwardOracle { d_q, d_k, d_v, d_sinks, d_bias, .. } = &self.oracle;
+        let [d_q, d_k, d_v] = [d_q, d_k, d_v].map(Tensor::clone);
+        self.plain = BackwardPlain { d_q, d_k, d_v, d_sinks: d_sinks.clone(), d_bias: d_bias.clone() };
+        self
+    }
+
     /// Compares gradients with the tolerance.
     ///
     /// # Errors
@@ -215,6 +224,7 @@ impl BackwardExpected {
                 systematic: systematic([same, 0.0], terms, &of_delta, exact, &weighted),
                 floor: FLOOR * (largest(&deviation) + of_sums * largest(&weighted).max(magnitude)),
                 ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
+                overflow: overflow(dtype),
             });
         }
         let mut figures = tally.figures();
@@ -244,6 +254,7 @@ impl BackwardExpected {
                 systematic: vec![noise.of_delta],
                 floor: FLOOR * (noise.deviation + of_sums) + noise.flushed,
                 ulps: 2.0 * U32 * exact[head].abs(),
+                overflow: overflow(DType::F32),
             });
         }
         Ok(tally.figures())
@@ -277,6 +288,7 @@ impl BackwardExpected {
             let of_sums = U32 * (terms as f64).sqrt();
             // A row without pairs must be exactly 0, so it is allowed nothing. Among subnormal numbers an ulp has a fixed size.
             let least = if terms == 0 { 0.0 } else { least };
+            let lost: Vec<f64> = of_delta.iter().zip(exact).map(|(lost, &exact)| lost + subnormal(exact)).collect();
             let of_terms = |(noise, weighted): (&f64, &f64)| ROUNDING * hypot(*noise, least) + of_sums * weighted;
             let of_terms: Vec<f64> = noise.iter().zip(weighted).map(of_terms).collect();
             let rounding = ROUNDING * roundoff;
@@ -292,9 +304,10 @@ impl BackwardExpected {
                 along: hypot(along, rounding * norm),
                 // Keys see the same roundings in all queries, and queries in all keys.
                 alike: vec![0.0; exact.len()],
-                systematic: systematic([same, least * (same / roundoff).min(1.0)], terms, of_delta, exact, weighted),
+                systematic: systematic([same, least * (same / roundoff).min(1.0)], terms, &lost, exact, weighted),
                 floor: FLOOR * (largest(noise) + of_sums * largest(weighted).max(magnitude)),
                 ulps: GRADIENT_ULPS * 2.0 * (roundoff * magnitude).max(least),
+                overflow: overflow(self.dtype),
             });
         }
         Ok(tally.figures())

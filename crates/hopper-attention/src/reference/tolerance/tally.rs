@@ -25,6 +25,16 @@ pub(super) struct Row<'a> {
     pub floor: f64,
     /// What the largest error is allowed in addition.
     pub ulps: f64,
+    /// The least magnitude that the type of the results makes infinite. Infinity where infinities must match.
+    pub overflow: f64,
+}
+
+impl Row<'_> {
+    /// An infinite result stands for a number that rounds to it: the exact one, or else the nearest that does.
+    fn unrounded(&self, got: f64, exact: f64) -> f64 {
+        let finite = got.is_infinite() && exact.is_finite() && self.overflow.is_finite();
+        if finite { got.signum() * self.overflow.max(exact * got.signum()) } else { got }
+    }
 }
 
 /// Sums over elements. They decide about a group.
@@ -148,6 +158,7 @@ impl Tally {
         let mut sums = Sums::default();
         for (dim, ((&got, &exact), &plain)) in row.got.iter().zip(row.exact).zip(row.plain).enumerate() {
             hash = mixed(hash, (exact as f32).to_bits()); // equal but for the rounding of f64
+            let got = row.unrounded(got, exact);
             if !exact.is_finite() || !got.is_finite() {
                 if !(got == exact || got.is_nan() && exact.is_nan()) {
                     self.worst(f64::INFINITY, Bound::Row, Some((place(dim), got, exact)));

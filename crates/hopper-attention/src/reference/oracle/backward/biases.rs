@@ -101,7 +101,7 @@ impl Exact<'_> {
                         continue;
                     }
                     let at = i * keys.count + column;
-                    let p = (self.softcap().score(self.scale() * scores[at]) + added.at(query, key) - row.lse).exp();
+                    let p = row.weight(self.softcap().score(self.scale() * scores[at]) + added.at(query, key));
                     let token = self.token(batch, head_kv, key);
                     let error_size = self.error_size(row, token, scores[at], added.size(query, key));
                     let of_score = self.score_noise(row, error_size);

@@ -156,6 +156,8 @@ struct Exact<'a> {
 #[derive(Clone, Copy)]
 struct OfRow {
     lse: f64,
+    /// What weights are relative to, and their sum.
+    softmax: [f64; 2],
     /// `dO . O`, minus the gradient of the LSE.
     delta: f64,
     /// The noise of delta: `n(delta)` in the tolerance.
@@ -187,6 +189,7 @@ impl Exact<'_> {
         let (q_norm, d_o_norm) = (norm(q_row), norm(d_o_row));
         let mut row = OfRow {
             lse: f64::NEG_INFINITY,
+            softmax: [0.0, 1.0],
             delta: 0.0,
             delta_noise: 0.0,
             q_norm,
@@ -207,7 +210,8 @@ impl Exact<'_> {
         }
         let shift = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
         let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
-        row.lse = shift + weights.iter().sum::<f64>().ln();
+        row.softmax = [shift, weights.iter().sum()];
+        row.lse = shift + row.softmax[1].ln();
         let roundoff = unit_roundoff(self.problem.dtype());
         row.alike = roundoff * alike(roundoff, &scores, &weights);
 
@@ -215,7 +219,7 @@ impl Exact<'_> {
         let mut o = Sum::new(dims.head_dim_vo);
         let mut key_norm = 0.0;
         for (&key, score) in keys.iter().zip(&scores) {
-            let p = (score - row.lse).exp();
+            let p = (score - row.softmax[0]).exp() / row.softmax[1];
             o.add(p, self.v.row(batch, key, head_kv));
             key_norm += p * self.error_norm(&row, batch, head, query, key);
         }
@@ -231,6 +235,7 @@ impl Exact<'_> {
             .map(|(d_o, (o, square))| d_o * d_o * (o * o + square))
             .sum();
         row.delta_noise = (unit_roundoff(self.problem.dtype()) + self.score_noise(&row, key_norm)) * rounded.sqrt()
+            + half_subnormal(self.problem.dtype()) * d_o_norm
             + SCORE_ROUNDOFFS * U32 * (d_o_norm * norm(&o.values) + d_lse.abs());
 
         let mut mean_key = vec![0.0; dims.head_dim_qk];
@@ -283,7 +288,7 @@ impl Exact<'_> {
     /// The pair of a query and a key. `token` is the key's index in the norms. The score is without the cap.
     fn pair(&self, row: &OfRow, token: usize, score: f64, d_p: f64) -> Pair {
         let softcap = Softcap::of(self.problem.forward());
-        let p = (capped(self.problem.forward().softcap(), score) - row.lse).exp();
+        let p = (capped(self.problem.forward().softcap(), score) - row.softmax[0]).exp() / row.softmax[1];
         let slope = if softcap.cap == 0.0 { 1.0 } else { 1.0 - (score / softcap.cap).tanh().powi(2) };
         let d_s = p * (d_p - row.delta) * slope;
         let dtype = self.problem.dtype();
