@@ -127,12 +127,13 @@ CUTE_DEVICE bool convert_queries(BwdParams const& params, std::int64_t block, in
                                  int rows) {
   using Element = typename Traits::Element;
   using ThreadSums = typename Traits::ThreadSums;
-  // A block that no tile visits has no sums. Zeros have been written as its dQ.
+  // A block that no tile visits has no sums. Zeros have been written as its dQ. (The sums are asked for before that is
+  // known, or small problems would wait twice.)
+  ThreadSums thread_sums;
+  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
   if (reinterpret_cast<int const*>(params.progress)[block] == kUnvisited) {
     return false;
   }
-  ThreadSums thread_sums;
-  thread_sums.load(reinterpret_cast<float const*>(params.sums), block);
   int const column = ThreadSums::column();
   std::uint64_t const first = params.d_q.address + 2 * (offset + column);
   FiniteLook<Element> look;

@@ -161,8 +161,16 @@ struct BwdLoad {
     }
   }
 
+  // The statistics of a block of a dense problem.
+  CUTE_DEVICE static void load_statistics(Scalars const& scalars, int block, Mbarrier& full, Statistics* to) {
+    cute::SM90_BULK_COPY_G2S::copy(
+        static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
+        &full.word, to, Traits::kBytesStatistics);
+  }
+
   CUTE_DEVICE static void blocks(BwdParams const& params, Scalars const& scalars, CUtensorMap const& map_q,
                                  CUtensorMap const& map_d_o, Band const& band, Storage& storage) {
+    bool early = starts_early(scalars);  // and this is the first block
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
       if constexpr (Traits::kIsListed) {
@@ -187,6 +195,9 @@ struct BwdLoad {
             map_q, q_full, kEvictLast, storage.q[ring.stage],
             queries_of_head(tile, scalars.rows_apart_q, m * Traits::kTileM, head));
       } else {
+        if (!early) {
+          load_statistics(scalars, block, q_full, storage.statistics[ring.stage]);
+        }
         load_tile<Traits::kTileM, Traits::kHeadDimQK>(map_q, q_full, kEvictLast, storage.q[ring.stage],
                                                       m * Traits::kTileM, head, tile.batch);
       }
@@ -199,11 +210,12 @@ struct BwdLoad {
       } else {
         load_tile<Traits::kTileM, Traits::kHeadDimVO>(map_d_o, d_o_full, kEvictLast, storage.d_o[ring.stage],
                                                       m * Traits::kTileM, head, tile.batch);
-        // Last, since these come from the kernel before. (Later blocks do not wait for it: it has ended.)
-        await_kernel_before();
-        cute::SM90_BULK_COPY_G2S::copy(
-            static_cast<Statistics const*>(scalars.statistics) + static_cast<std::int64_t>(block) * Traits::kTileM,
-            &q_full.word, storage.statistics[ring.stage], Traits::kBytesStatistics);
+        if (early) {
+          // (To ask before every block made passes of eight blocks slower.)
+          await_kernel_before();
+          load_statistics(scalars, block, q_full, storage.statistics[ring.stage]);
+          early = false;
+        }
       }
     };
     stream<false>(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
@@ -389,7 +401,9 @@ struct BwdLoad {
         load_tile<Traits::kTileN, Traits::kHeadDimVO>(map_v, storage.v_full, kEvictFirst, storage.v,
                                                       again.block * Traits::kTileN, again.head, again.batch);
       }
-      await_kernel_before();  // which has made the list
+      if (round == 0) {
+        await_kernel_before();  // which has made the list
+      }
       // The next tile is drawn only when all blocks of this one have been asked for. A drawn tile is kept from the
       // other CTAs, so that the grid ends as evenly as its draws are late. Where tiles wait for each other, they should
       // begin in the order of the list.
