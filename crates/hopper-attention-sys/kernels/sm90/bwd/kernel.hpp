@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   BwdScheduler const scheduler = bwd_scheduler(scalars);
   Band const band = band_of(scalars);
   bool const starts_early = BwdLoad<Traits>::starts_early(scalars);
-  if constexpr (Traits::kMayStartEarly) {
+  if constexpr (BwdLoad<Traits>::kMayStartEarly) {
     if (starts_early && threadIdx.x == 3 * 64) {
       storage.tile[0] = ShareList<Traits>{params, band}.at(static_cast<int>(blockIdx.x));
     }

@@ -34,9 +34,10 @@ struct BwdLoad {
   }
 
   // Whether warps 0 and 1 load before the kernel before has ended. They do where a CTA's first tile follows from its
-  // index.
+  // index. (Not in clusters: there it made small problems slower.)
+  static constexpr bool kMayStartEarly = Traits::kMayStartEarly && !Traits::kShares;
   CUTE_DEVICE static bool starts_early(Scalars const& scalars) {
-    return Traits::kMayStartEarly && scalars.tile_counter == nullptr;
+    return kMayStartEarly && scalars.tile_counter == nullptr;
   }
 
   struct Nothing {
