@@ -276,13 +276,13 @@ fragments() {
   [ "$(grep -c '^void part_' "fragments.$1")" -ge "$2" ] && "${@:3}" "${strict[@]}" -fsyntax-only "fragments.$1"
 }
 c_fragments() {
-  fragments c 2 cc -std=c99 <<'DECLARATIONS'
+  fragments c 3 cc -std=c99 <<'DECLARATIONS'
 #include <hopper_attention_lists.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 extern hattn_tensor q;
-extern const int32_t *q_ids, *kv_ids;
+extern const int32_t* ids;
 extern hattn_forward_problem problem;
 extern hattn_forward_args args;
 extern hattn_forward_plan* plan;
@@ -293,12 +293,12 @@ int cudaMalloc(void** memory, size_t bytes);
 DECLARATIONS
 }
 cpp_fragments() {
-  fragments cpp 5 c++ -std=c++17 <<'DECLARATIONS'
+  fragments cpp 6 c++ -std=c++17 <<'DECLARATIONS'
 #include <algorithm>
 #include <cstdio>
 #include <hopper_attention_dlpack.hpp>
 #include <hopper_attention_lists.hpp>
-extern const std::int32_t *q_ids, *kv_ids;
+extern const std::int32_t* ids;
 extern float *pointer, *lse, *d_o, *d_q, *d_k, *d_v;
 extern void *address, *workspace;
 void* allocate(std::size_t bytes);
