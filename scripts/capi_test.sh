@@ -76,6 +76,8 @@ expected_tree() {
 ./include/hopper_attention.hpp
 ./include/hopper_attention_dlpack.hpp
 ./include/hopper_attention_fp8.hpp
+./include/hopper_attention_lists.h
+./include/hopper_attention_lists.hpp
 ./include/hopper_attention_tensor.hpp
 ./lib/cmake/hopper_attention/hopper_attentionConfig.cmake
 ./lib/cmake/hopper_attention/hopper_attentionConfigVersion.cmake
@@ -114,7 +116,7 @@ so_symbols() {
 }
 a_symbols() { diff <(nm -g --defined-only "$a" | awk 'NF == 3 { print $3 }' | sort) <(sort "$capi/abi/symbols.txt"); }
 header_symbols() {
-  diff <(grep -oE '\bhattn_[a-z_]+\(' "$prefix/include/hopper_attention.h" | tr -d '(' | sort -u) <(sort "$capi/abi/symbols.txt") | grep '^>' && return 1
+  diff <(grep -ohE '\bhattn_[a-z_]+\(' "$prefix"/include/hopper_attention{,_lists}.h | tr -d '(' | sort -u) <(sort "$capi/abi/symbols.txt") | grep '^>' && return 1
   return 0
 }
 so_name() { dynamic | grep 'SONAME.*\[libhopper_attention\.so\.1\]'; }
@@ -274,11 +276,13 @@ fragments() {
   [ "$(grep -c '^void part_' "fragments.$1")" -ge "$2" ] && "${@:3}" "${strict[@]}" -fsyntax-only "fragments.$1"
 }
 c_fragments() {
-  fragments c 2 cc -std=c99 <<'DECLARATIONS'
-#include <hopper_attention.h>
+  fragments c 3 cc -std=c99 <<'DECLARATIONS'
+#include <hopper_attention_lists.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 extern hattn_tensor q;
+extern const int32_t* ids;
 extern hattn_forward_problem problem;
 extern hattn_forward_args args;
 extern hattn_forward_plan* plan;
@@ -289,10 +293,12 @@ int cudaMalloc(void** memory, size_t bytes);
 DECLARATIONS
 }
 cpp_fragments() {
-  fragments cpp 5 c++ -std=c++17 <<'DECLARATIONS'
+  fragments cpp 6 c++ -std=c++17 <<'DECLARATIONS'
 #include <algorithm>
 #include <cstdio>
 #include <hopper_attention_dlpack.hpp>
+#include <hopper_attention_lists.hpp>
+extern const std::int32_t* ids;
 extern float *pointer, *lse, *d_o, *d_q, *d_k, *d_v;
 extern void *address, *workspace;
 void* allocate(std::size_t bytes);

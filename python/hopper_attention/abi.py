@@ -246,6 +246,71 @@ class QuantizeArgs(_Versioned):
     )
 
 
+_NumbersPointer = ctypes.POINTER(ctypes.c_int32)
+_LENGTHS_OF_MASK = "seqlen_q seqlen_kv"
+_OWN_MASK = dict(mask=ctypes.c_int32, corner=ctypes.c_int32, window_left=ctypes.c_int64, window_right=ctypes.c_int64)
+
+
+class Slices(_Versioned):
+    """hattn_slices: slices that lists of blocks are made of."""
+
+    _fields_ = _fields(
+        **_all_of(ctypes.c_int64, f"{_LENGTHS_OF_MASK} count"),
+        **_all_of(_NumbersPointer, "q_ranges k_ranges types"),
+    )
+
+
+class Documents(_Versioned):
+    """hattn_documents: documents that lists of blocks are made of."""
+
+    _fields_ = _fields(
+        **_all_of(ctypes.c_int64, f"batch {_LENGTHS_OF_MASK}"),
+        **_all_of(_NumbersPointer, "q_ids kv_ids"),
+    )
+
+
+class Prefixes(_Versioned):
+    """hattn_prefixes: prefixes that lists of blocks are made of."""
+
+    _fields_ = _fields(
+        **_all_of(ctypes.c_int64, f"batch {_LENGTHS_OF_MASK}"),
+        prefixes=_NumbersPointer,
+        **_OWN_MASK,
+    )
+
+
+class Spans(_Versioned):
+    """hattn_spans: spans that lists of blocks are made of."""
+
+    _fields_ = _fields(
+        **_all_of(ctypes.c_int64, f"batch {_LENGTHS_OF_MASK}"),
+        **_all_of(_NumbersPointer, "counts spans"),
+        **_OWN_MASK,
+        **_all_of(ctypes.c_int32, "within within_corner"),
+        **_all_of(ctypes.c_int64, "within_left within_right"),
+    )
+
+
+class DenseMask(_Versioned):
+    """hattn_dense_mask: a dense mask that lists of blocks are made of."""
+
+    _fields_ = _fields(
+        **_all_of(ctypes.c_int64, f"batch heads_q {_LENGTHS_OF_MASK}"),
+        kept=ctypes.POINTER(ctypes.c_uint8),
+    )
+
+
+class BlockArrays(_Versioned):
+    """hattn_block_arrays: where the numbers of lists of blocks are."""
+
+    _fields_ = _fields(
+        **_all_of(ctypes.c_int32, "block_mask block_mask_most_partial"),
+        **_all_of(ctypes.c_int64 * 4, "shape bits_shape"),
+        **_all_of(_NumbersPointer, _BLOCK_LISTS),
+        **_all_of(ctypes.c_int64, "cnt_elements idx_elements bits_elements"),
+    )
+
+
 #: Every struct by its name in C.
 STRUCTS = {
     "hattn_forward_problem": ForwardProblem,
@@ -256,6 +321,12 @@ STRUCTS = {
     "hattn_backward_args": BackwardArgs,
     "hattn_quantize_tensor": QuantizeTensor,
     "hattn_quantize_args": QuantizeArgs,
+    "hattn_slices": Slices,
+    "hattn_documents": Documents,
+    "hattn_prefixes": Prefixes,
+    "hattn_spans": Spans,
+    "hattn_dense_mask": DenseMask,
+    "hattn_block_arrays": BlockArrays,
 }
 
 

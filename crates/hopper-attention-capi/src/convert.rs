@@ -24,12 +24,6 @@ pub(crate) fn forward_problem(given: &hattn_forward_problem) -> Outcome<ForwardP
 
 /// The forward problem of any pass. `dtypes` are the types of operands that the pass takes, for an error.
 fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProblem> {
-    let size = |what: &'static str, got: i64, allowed: &str| {
-        usize::try_from(got).map_err(|_| {
-            let got = if got == HATTN_UNSET { "HATTN_UNSET (-1)".into() } else { got.to_string() };
-            Error::Value { what, got, allowed: allowed.into() }
-        })
-    };
     let length = |what, got| size(what, got, "0 and above");
     let heads = |what, got| size(what, got, "1 and above");
     let head_dim = |what, got| size(what, got, "1 to 2^31 - 1");
@@ -49,7 +43,9 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
         got: given.sm_margin.to_string(),
         allowed: "0 and above".into(),
     })?;
-    let options = ForwardProblem::builder(dtype, dims).mask(mask(given)?);
+    let options = ForwardProblem::builder(dtype, dims);
+    let window = [given.window_left, given.window_right];
+    let options = options.mask(mask(MASK, given.mask, given.corner, window)?);
     let fill_gaps = flag("fill_gaps", given.fill_gaps, "wanted")?;
     let mut problem = options.half_scores(half_scores).sm_margin(sm_margin).fill_gaps(fill_gaps);
     if given.max_seqlen_q != 0 {
@@ -159,13 +155,30 @@ fn flag(what: &str, given: i32, yes: &str) -> Outcome<bool> {
     }
 }
 
-fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
-    let corner = match given.corner {
+/// A size, which is not negative.
+pub(crate) fn size(what: &'static str, got: i64, allowed: &str) -> Outcome<usize> {
+    Ok(usize::try_from(got).map_err(|_| {
+        let got = if got == HATTN_UNSET { "HATTN_UNSET (-1)".into() } else { got.to_string() };
+        Error::Value { what, got, allowed: allowed.into() }
+    })?)
+}
+
+/// What a problem calls its mask, the corner and the two numbers.
+pub(crate) const MASK: [&str; 4] = ["mask", "corner", "window_left", "window_right"];
+
+/// A mask, of fields with these names.
+pub(crate) fn mask(
+    [name, name_of_corner, name_of_left, name_of_right]: [&'static str; 4],
+    mask: hattn_mask,
+    corner: hattn_corner,
+    [left, right]: [i64; 2],
+) -> Outcome<Mask> {
+    let corner = match corner {
         HATTN_BOTTOM_RIGHT => Corner::BottomRight,
         HATTN_TOP_LEFT => Corner::TopLeft,
         other => {
             let allowed = "HATTN_BOTTOM_RIGHT (0), HATTN_TOP_LEFT (1)";
-            return Err(Failure::argument("corner", other, allowed));
+            return Err(Failure::argument(name_of_corner, other, allowed));
         }
     };
     let bound = |what: &'static str, keys: i64| match usize::try_from(keys) {
@@ -179,25 +192,23 @@ fn mask(given: &hattn_forward_problem) -> Outcome<Mask> {
     // Of a chunk, or of the prefix.
     let keys = |keys: i64, least: usize| {
         usize::try_from(keys).ok().filter(|&keys| keys >= least).ok_or_else(|| Error::Value {
-            what: "window_left",
+            what: name_of_left,
             got: keys.to_string(),
             allowed: format!("{least} and above with this mask"),
         })
     };
-    match given.mask {
+    match mask {
         HATTN_MASK_FULL => Ok(Mask::Full),
         HATTN_MASK_CAUSAL => Ok(Mask::Causal { corner }),
-        HATTN_MASK_WINDOW => Ok(Mask::Window {
-            left: bound("window_left", given.window_left)?,
-            right: bound("window_right", given.window_right)?,
-            corner,
-        }),
-        HATTN_MASK_CHUNKED => Ok(Mask::Chunked { chunk: keys(given.window_left, 1)?, corner }),
-        HATTN_MASK_PREFIX => Ok(Mask::Prefix { keys: keys(given.window_left, 0)?, corner }),
+        HATTN_MASK_WINDOW => {
+            Ok(Mask::Window { left: bound(name_of_left, left)?, right: bound(name_of_right, right)?, corner })
+        }
+        HATTN_MASK_CHUNKED => Ok(Mask::Chunked { chunk: keys(left, 1)?, corner }),
+        HATTN_MASK_PREFIX => Ok(Mask::Prefix { keys: keys(left, 0)?, corner }),
         other => {
             let allowed = "HATTN_MASK_FULL (0), HATTN_MASK_CAUSAL (1), HATTN_MASK_WINDOW (2), HATTN_MASK_CHUNKED (3), \
                            HATTN_MASK_PREFIX (4)";
-            Err(Failure::argument("mask", other, allowed))
+            Err(Failure::argument(name, other, allowed))
         }
     }
 }
@@ -228,6 +239,16 @@ fn block_mask(given: &hattn_forward_problem) -> Outcome<Option<BlockMask>> {
             Err(Failure::argument("block_mask", other, allowed))
         }
     }
+}
+
+/// The flags of a form of lists, as [`block_mask`] reads them.
+pub(crate) fn block_mask_flags(form: BlockMask) -> hattn_block_mask {
+    let flags = [
+        (form.is_per_batch(), HATTN_BLOCK_MASK_PER_BATCH),
+        (form.is_per_head(), HATTN_BLOCK_MASK_PER_HEAD),
+        (form.has_full_blocks(), HATTN_BLOCK_MASK_FULL_BLOCKS),
+    ];
+    flags.into_iter().filter(|&(has, _)| has).fold(HATTN_BLOCK_MASK_LISTS, |all, (_, flag)| all | flag)
 }
 
 /// The form of the additive bias. `None` where there is none.

@@ -1,4 +1,5 @@
 //! The C ABI of `hopper-attention`. C and C++ programs include `hopper_attention.h`, which cbindgen makes of this crate.
+//! `hopper_attention_lists.h` beside it has the functions that make lists of blocks.
 //! `docs/c.md` in the repository says how to link.
 //!
 //! Each function reads its arguments, calls the safe crate, and turns the result into a status and a text. The safe crate
@@ -23,6 +24,7 @@ mod convert;
 mod devices;
 mod forward;
 mod handle;
+mod lists;
 mod pass;
 mod quantize;
 mod status;
@@ -33,6 +35,7 @@ pub use abi::*;
 pub use backward::*;
 pub use devices::*;
 pub use forward::*;
+pub use lists::*;
 pub use quantize::*;
 pub use status::*;
 pub use tensor::*;

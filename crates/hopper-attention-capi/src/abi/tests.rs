@@ -50,6 +50,12 @@ fn a_size_ends_between_two_fields() {
     assert_eq!(taken::<hattn_backward_args>(), by_eight(104, 240));
     assert_eq!(taken::<hattn_quantize_tensor>(), [40, 48, 56]);
     assert_eq!(taken::<hattn_quantize_args>(), [56, 64, 72, 80, 88, 96, 104]);
+    assert_eq!(taken::<hattn_slices>(), [56, 64, 72]);
+    assert_eq!(taken::<hattn_documents>(), [48, 56, 64]);
+    assert_eq!(taken::<hattn_prefixes>(), [64, 72, 80]);
+    assert_eq!(taken::<hattn_spans>(), [96, 104, 112]);
+    assert_eq!(taken::<hattn_dense_mask>(), [48, 56, 64]);
+    assert_eq!(taken::<hattn_block_arrays>(), [144, 152, 160]);
     let inside_of_an_array = StructLayout { name: "", least: 8, size: 48, fields: &[("array", 8), ("last", 40)] };
     assert_eq!(inside_of_an_array.sizes().collect::<Vec<_>>(), [8, 40, 48]);
 }
@@ -107,4 +113,32 @@ fn fields_that_an_older_caller_does_not_know_are_zero() {
     let read = text(&older).unwrap();
     assert_eq!((read.output, read.scaling, read.amax, read.half_scores, read.sm_margin), (0, 0, 0, 0, 0));
     assert_eq!((read.cu_seqlens_q, read.seqused_kv, read.max_seqlen_q, read.fill_gaps), (0, 0, 0, 0));
+}
+
+#[test]
+fn what_is_filled_in_is_what_the_caller_knows() {
+    let value = hattn_tensor {
+        struct_size: 0,
+        abi_version: 0,
+        data: std::ptr::without_provenance_mut(0x0101_0101_0101_0101),
+        dtype: 0x0101_0101,
+        device: 0x0101_0101,
+        ndim: 0x0101_0101,
+        reserved: 0x0101_0101,
+        shape: [0x0101_0101_0101_0101; 4],
+        stride: [0x0101_0101_0101_0101; 4],
+    };
+    for size in [96, 104] {
+        let mut given = block(size, 1);
+        // SAFETY: aligned, and larger than any size that is followed.
+        unsafe { fill("tensor", (&raw mut given).cast::<hattn_tensor>(), &value) }.unwrap();
+        let mut want = block(size, 1);
+        want.0[8..96].fill(1);
+        assert!(given.0 == want.0);
+    }
+    let mut given = block(95, 1);
+    // SAFETY: as above.
+    let refused = unsafe { fill("tensor", (&raw mut given).cast::<hattn_tensor>(), &value) }.unwrap_err();
+    assert!(refused.to_string().starts_with("tensor: struct_size 95; allowed: 96 ("), "{refused}");
+    assert!(given.0 == block(95, 1).0);
 }

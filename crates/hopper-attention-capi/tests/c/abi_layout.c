@@ -1,7 +1,7 @@
 /* The layout of ABI version 1 as numbers. This does not compile if the compiler lays out a struct in another way, or if
    the header moved a field, renumbered a constant or changed a signature. C99 and C++17. The numbers are in
    abi/layout.def, which is made of src/abi.rs. There, Rust asserts the same numbers. */
-#include <hopper_attention.h>
+#include <hopper_attention_lists.h>
 
 #include "check.h"
 
@@ -71,13 +71,35 @@ typedef struct functions {
   FUNCTIONS_OF(forward)
   FUNCTIONS_OF(backward)
   FUNCTIONS_OF(quantize)
+  int32_t (*lists_from_slices)(const hattn_slices*, hattn_block_lists**);
+  int32_t (*lists_from_documents)(const hattn_documents*, hattn_block_lists**);
+  int32_t (*lists_from_prefixes)(const hattn_prefixes*, hattn_block_lists**);
+  int32_t (*lists_from_spans)(const hattn_spans*, hattn_block_lists**);
+  int32_t (*lists_from_dense_mask)(const hattn_dense_mask*, hattn_block_lists**);
+  int32_t (*lists_arrays)(const hattn_block_lists*, hattn_block_arrays*);
+  void (*lists_destroy)(hattn_block_lists*);
 } functions;
 
 static void functions_have_their_types(void) {
-  const functions all = {hattn_abi_version,     hattn_version,          hattn_status_name,
-                         hattn_last_error,      hattn_device_count,     hattn_tensor_contiguous,
-                         hattn_tuning_create,   hattn_tuning_destroy,   hattn_forward_plan_create_tuned,
-                         ADDRESSES_OF(forward), ADDRESSES_OF(backward), ADDRESSES_OF(quantize)};
+  const functions all = {hattn_abi_version,
+                         hattn_version,
+                         hattn_status_name,
+                         hattn_last_error,
+                         hattn_device_count,
+                         hattn_tensor_contiguous,
+                         hattn_tuning_create,
+                         hattn_tuning_destroy,
+                         hattn_forward_plan_create_tuned,
+                         ADDRESSES_OF(forward),
+                         ADDRESSES_OF(backward),
+                         ADDRESSES_OF(quantize),
+                         hattn_block_lists_from_slices,
+                         hattn_block_lists_from_documents,
+                         hattn_block_lists_from_prefixes,
+                         hattn_block_lists_from_spans,
+                         hattn_block_lists_from_dense_mask,
+                         hattn_block_lists_arrays,
+                         hattn_block_lists_destroy};
   CHECK(all.abi_version() == HATTN_ABI_VERSION);
   CHECK(strcmp(all.status_name(HATTN_ERROR_WORKSPACE), "HATTN_ERROR_WORKSPACE") == 0);
   CHECK(strcmp(all.status_name(HATTN_ERROR_THREADS), "HATTN_ERROR_THREADS") == 0);

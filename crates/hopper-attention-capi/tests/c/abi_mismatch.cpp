@@ -1,6 +1,6 @@
 // A program whose header and library are of different versions of the ABI. It is not linked with the library: the one
 // below speaks another version, and calling anything else of it is what must not happen.
-#include <hopper_attention.hpp>
+#include <hopper_attention_lists.hpp>
 
 #include "check.h"
 
@@ -34,6 +34,9 @@ hattn_status hattn_backward_plan_create(const hattn_backward_problem*, hattn_dev
 void hattn_backward_plan_destroy(hattn_backward_plan*) { ++calls; }
 hattn_status hattn_tuning_create(const char*, size_t, hattn_tuning**) { return called(); }
 void hattn_tuning_destroy(hattn_tuning*) { ++calls; }
+hattn_status hattn_block_lists_from_documents(const hattn_documents*, hattn_block_lists**) { return called(); }
+hattn_status hattn_block_lists_arrays(const hattn_block_lists*, hattn_block_arrays*) { return called(); }
+void hattn_block_lists_destroy(hattn_block_lists*) { ++calls; }
 }
 
 namespace {
@@ -51,6 +54,9 @@ void another_abi_version_is_refused_before_anything_is_called() {
   hattn::BackwardPlan backward;
   CHECK(hattn::BackwardPlan::create(gradients, hattn::Device::cpu(), backward) == hattn::Status::Abi && !backward);
   CHECK(gradients.supported(hattn::Device::cpu()) == hattn::Status::Abi);
+  hattn::BlockLists lists;
+  const std::int32_t id = 0;
+  CHECK(hattn::BlockLists::create(hattn::Documents(1, 1, 1, &id, &id), lists) == hattn::Status::Abi && !lists);
   CHECK(hattn::try_device_count(count) == hattn::Status::Abi && count == -1);
   CHECK_TEXT(hattn::last_error(), "library: ABI version 2; allowed: 1, that of hopper_attention.h");
   bool caught = false;

@@ -13,6 +13,7 @@
 #include "fuzz.h"
 
 #include <errno.h>
+#include <hopper_attention_lists.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -379,6 +380,102 @@ static void call_small_functions(void) {
   HOLDS(counted(hattn_device_count(&count)) == HATTN_OK && count >= 0);
 }
 
+/* A size that is refused before anything is read by it, or the right one. */
+static int64_t size_or_wrong(int64_t size) {
+  static const int64_t wrong[] = {HATTN_UNSET, -2, INT64_MIN, INT64_MAX};
+  return one_in(24) ? wrong[below(4)] : size;
+}
+
+/* Numbers from `least` on, most of them below `end`. NULL now and then. */
+static const int32_t* some_numbers(int32_t* numbers, int64_t count, int64_t least, int64_t end) {
+  int64_t i;
+  for (i = 0; i < count; ++i) {
+    numbers[i] = one_in(1024) ? (int32_t)random_bits() : (int32_t)(least + below(end - least));
+  }
+  return one_in(24) ? NULL : numbers;
+}
+
+/* Ranges in order, most of them. */
+static const int32_t* some_ranges(int32_t* numbers, int64_t count, int64_t seqlen) {
+  const int32_t* const made = some_numbers(numbers, 2 * count, 0, seqlen + 1);
+  int64_t i;
+  for (i = 0; i < count; ++i) {
+    const int32_t first = numbers[2 * i];
+    if (first > numbers[2 * i + 1] && !one_in(64)) numbers[2 * i] = numbers[2 * i + 1], numbers[2 * i + 1] = first;
+  }
+  return made;
+}
+
+/* What a function that makes lists has given. */
+static void lists_were_made(hattn_status status, hattn_block_lists* const* place) {
+  hattn_block_lists* const made = *place;
+  hattn_block_arrays arrays = HATTN_BLOCK_ARRAYS_INIT;
+  HOLDS((counted(status) == HATTN_OK) == (made != NULL));
+  if (one_in(8)) arrays.struct_size = (uint32_t)below(200);
+  if (counted(hattn_block_lists_arrays(made, one_in(16) ? NULL : &arrays)) == HATTN_OK) {
+    int64_t i, most = 0;
+    HOLDS(made != NULL && arrays.cnt_elements == arrays.shape[0] * arrays.shape[1] * arrays.shape[2]);
+    HOLDS(arrays.idx_elements == arrays.cnt_elements * arrays.shape[3]);
+    HOLDS(arrays.bits_elements == arrays.cnt_elements * arrays.bits_shape[3]);
+    for (i = 0; i < arrays.cnt_elements; ++i) {
+      HOLDS(arrays.mask_block_cnt[i] >= 0 && arrays.full_block_cnt[i] >= 0);
+      HOLDS(arrays.mask_block_cnt[i] + arrays.full_block_cnt[i] <= arrays.shape[3]);
+      if (arrays.mask_block_cnt[i] > most) most = arrays.mask_block_cnt[i];
+    }
+    HOLDS(most == arrays.block_mask_most_partial && arrays.bits_shape[3] == most * BLOCK_WORDS);
+  }
+  hattn_block_lists_destroy(made);
+}
+
+/* Lists of random descriptions, whose arrays have as many elements as their sizes say. */
+static void call_list_makers(void) {
+  enum { MOST_BATCH = 3, MOST_LENGTH = 150, MOST_NUMBERS = MOST_BATCH * MOST_LENGTH };
+  static int32_t some[MOST_NUMBERS], others[MOST_NUMBERS], kinds[4];
+  static uint8_t kept[4 * 16 * 16];
+  const int64_t batch = below(MOST_BATCH + 1), seqlen_q = below(one_in(2) ? MOST_LENGTH + 1 : 9);
+  const int64_t seqlen_kv = below(one_in(2) ? MOST_LENGTH + 1 : 9), count = below(4);
+  hattn_block_lists* made = (hattn_block_lists*)(void*)slots;
+  if (one_in(2)) {
+    hattn_slices p = HATTN_SLICES_INIT;
+    p.seqlen_q = size_or_wrong(seqlen_q), p.seqlen_kv = size_or_wrong(seqlen_kv), p.count = size_or_wrong(count);
+    p.q_ranges = some_ranges(some, count, seqlen_q), p.k_ranges = some_ranges(others, count, seqlen_kv);
+    p.types = some_numbers(kinds, count, 0, one_in(8) ? 6 : 4);
+    lists_were_made(hattn_block_lists_from_slices(one_in(32) ? NULL : &p, &made), &made);
+  } else if (one_in(2)) {
+    hattn_documents p = HATTN_DOCUMENTS_INIT;
+    p.batch = size_or_wrong(batch), p.seqlen_q = size_or_wrong(seqlen_q), p.seqlen_kv = size_or_wrong(seqlen_kv);
+    p.q_ids = some_numbers(some, batch * seqlen_q, -1, 2), p.kv_ids = some_numbers(others, batch * seqlen_kv, -1, 2);
+    lists_were_made(hattn_block_lists_from_documents(one_in(32) ? NULL : &p, &made), &made);
+  } else if (one_in(2)) {
+    hattn_prefixes p = HATTN_PREFIXES_INIT;
+    p.batch = size_or_wrong(batch), p.seqlen_q = size_or_wrong(seqlen_q), p.seqlen_kv = size_or_wrong(seqlen_kv);
+    p.prefixes = some_numbers(some, batch, 0, seqlen_kv + 1);
+    p.mask = (hattn_mask)below(6), p.corner = (hattn_corner)below(3), p.window_left = nasty(0);
+    p.window_right = nasty(0);
+    lists_were_made(hattn_block_lists_from_prefixes(one_in(32) ? NULL : &p, &made), &made);
+  } else if (one_in(2)) {
+    hattn_spans p = HATTN_SPANS_INIT;
+    int64_t i, all = 0;
+    for (i = 0; i < batch; ++i) kinds[i] = (int32_t)below(9), all += kinds[i];
+    p.batch = size_or_wrong(batch), p.seqlen_q = size_or_wrong(seqlen_q), p.seqlen_kv = size_or_wrong(seqlen_kv);
+    p.spans = some_ranges(some, all, seqlen_kv);
+    if (batch > 0 && one_in(24)) kinds[below(batch)] = -1 - (int32_t)below(9);
+    p.counts = one_in(24) ? NULL : kinds;
+    p.mask = (hattn_mask)below(6), p.window_left = nasty(0), p.window_right = nasty(0);
+    p.within = (hattn_mask)below(6), p.within_left = nasty(0), p.within_right = nasty(0);
+    p.corner = (hattn_corner)below(2), p.within_corner = (hattn_corner)below(3);
+    lists_were_made(hattn_block_lists_from_spans(one_in(32) ? NULL : &p, &made), &made);
+  } else {
+    hattn_dense_mask p = HATTN_DENSE_MASK_INIT;
+    size_t i;
+    for (i = 0; i < sizeof(kept); ++i) kept[i] = (uint8_t)below(one_in(4096) ? 3 : 2);
+    p.batch = size_or_wrong(below(3)), p.heads_q = size_or_wrong(below(3));
+    p.seqlen_q = size_or_wrong(below(17)), p.seqlen_kv = size_or_wrong(below(17));
+    p.kept = one_in(24) ? NULL : kept;
+    lists_were_made(hattn_block_lists_from_dense_mask(one_in(32) ? NULL : &p, &made), &made);
+  }
+}
+
 /* The calls of one pass with the structs as they stand. Gives the status of the run, or of what refused it before. */
 #define CALLS(pass, problem, args)                                                                              \
   static hattn_status call_##pass(                                                                              \
@@ -447,6 +544,7 @@ static void one_call(void) {
   memcpy(before, memory, (size_t)used);
   memset(may_change, 0, (size_t)used);
   if (one_in(16)) call_small_functions();
+  if (one_in(16)) call_list_makers();
   status = of == FORWARD    ? call_forward(one_in(4) ? create_tuned : hattn_forward_plan_create)
            : of == BACKWARD ? call_backward(hattn_backward_plan_create)
                             : call_quantize(hattn_quantize_plan_create);
