@@ -93,6 +93,18 @@ class MaskForm {
   std::int64_t left_, right_;
 };
 
+namespace detail {
+
+template <class C>
+constexpr void set_mask(C& c, const MaskForm& mask) noexcept {
+  c.mask = static_cast<hattn_mask>(mask.mask());
+  c.corner = static_cast<hattn_corner>(mask.corner());
+  c.window_left = mask.left();
+  c.window_right = mask.right();
+}
+
+}  // namespace detail
+
 // `count` slices of the pairs, as MagiAttention's FFA has them (hattn_slices). q_ranges and k_ranges are [count, 2],
 // types is [count]: 0 (full), 1 (causal), 2 (inverse causal) or 3 (both). Slices that keep one pair twice are refused.
 class Slices : public detail::Description<hattn_slices> {
@@ -129,10 +141,7 @@ class Prefixes : public detail::Description<hattn_prefixes> {
       : Description(seqlen_q, seqlen_kv) {
     c_.batch = batch;
     c_.prefixes = prefixes;
-    c_.mask = static_cast<hattn_mask>(mask.mask());
-    c_.corner = static_cast<hattn_corner>(mask.corner());
-    c_.window_left = mask.left();
-    c_.window_right = mask.right();
+    detail::set_mask(c_, mask);
   }
 };
 
@@ -147,10 +156,7 @@ class Spans : public detail::Description<hattn_spans> {
     c_.batch = batch;
     c_.counts = counts;
     c_.spans = spans;
-    c_.mask = static_cast<hattn_mask>(mask.mask());
-    c_.corner = static_cast<hattn_corner>(mask.corner());
-    c_.window_left = mask.left();
-    c_.window_right = mask.right();
+    detail::set_mask(c_, mask);
     c_.within = static_cast<hattn_mask>(within.mask());
     c_.within_corner = static_cast<hattn_corner>(within.corner());
     c_.within_left = within.left();

@@ -426,6 +426,11 @@ struct Soft {
     of_keys: f64,
 }
 
+/// What weights are relative to, if this is the largest score.
+fn shift_of(max: f64) -> f64 {
+    if max == f64::NEG_INFINITY { 0.0 } else { max }
+}
+
 impl Soft {
     /// `added` gives what is added to the score of a column.
     fn new(
@@ -450,7 +455,7 @@ impl Soft {
             let weights = vec![];
             return Self { columns, scores, before_cap, weights, max, sum: 0.0, lse: sink, sink_size, of_keys: 0.0 };
         }
-        let shift = if max == f64::NEG_INFINITY { 0.0 } else { max };
+        let shift = shift_of(max);
         let weights: Vec<f64> = scores.iter().map(|score| (score - shift).exp()).collect();
         let of_keys: f64 = weights.iter().sum();
         // It may be infinite, and then no key has a part.
@@ -460,11 +465,6 @@ impl Soft {
         let lse = if b > a { b + (a - b).exp().ln_1p() } else { a + (b - a).exp().ln_1p() };
         let sink_size = if sink.is_finite() { sink.abs() * (sink - lse).exp() } else { 0.0 };
         Self { columns, scores, before_cap, weights, max, sum, lse, sink_size, of_keys }
-    }
-
-    /// What the weights are relative to.
-    fn shift(&self) -> f64 {
-        if self.max == f64::NEG_INFINITY { 0.0 } else { self.max }
     }
 
     /// [`alike`] of the keys in these columns alone.

@@ -34,8 +34,9 @@ struct BwdLoad {
   }
 
   // Whether warps 0 and 1 load before the kernel before has ended. They do where a CTA's first tile follows from its
-  // index. (Not in clusters: there it made small problems slower.)
-  static constexpr bool kMayStartEarly = Traits::kMayStartEarly && !Traits::kShares;
+  // index. (Not of lists and packed sequences, of which a CTA knows too little by then. Not in clusters: there it made
+  // small problems slower.)
+  static constexpr bool kMayStartEarly = !Traits::kIsListed && !Traits::kIsPacked && !Traits::kShares;
   CUTE_DEVICE static bool starts_early(Scalars const& scalars) {
     return kMayStartEarly && scalars.tile_counter == nullptr;
   }

@@ -182,9 +182,6 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kWritesQueries = true;
   static constexpr bool kTakesShares = true;
   static constexpr bool kOverlaps = true;
-  // Whether a CTA may load before the kernel before has ended (kernel.hpp). Of lists and packed sequences it knows too
-  // little by then.
-  static constexpr bool kMayStartEarly = !kIsListed && !kPacked;
   // Whether the CTAs of a cluster share a tile, and the most that may. A row has a second kernel for that (share.hpp).
   // 8 is the largest cluster that a kernel may have without asking for more.
   static constexpr bool kShares = false;

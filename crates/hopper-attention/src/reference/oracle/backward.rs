@@ -16,7 +16,7 @@ use super::super::rounding::{
 use super::super::softcap::Softcap;
 use super::super::work::{ORACLE_KEY_UNITS, ORACLE_QUERY_UNITS, Work};
 use super::super::{Modifiers, Tensor, check_backward_inputs, each_tile, gather};
-use super::{Soft, alike, dot, norm, norms};
+use super::{Soft, alike, dot, norm, norms, shift_of};
 use crate::error::Result;
 use crate::problem::BackwardProblem;
 use crate::sequences::{Lengths, SequenceRows};
@@ -481,7 +481,7 @@ impl Exact<'_> {
         let of_column = |column| added.at(query, keys.first + column);
         let soft = Soft::new(self.problem.forward(), columns, scores, of_column, self.modifiers.sink(head));
         row.lse = soft.lse;
-        (row.shift, row.sum) = if soft.weights.is_empty() { (soft.lse, 1.0) } else { (soft.shift(), soft.sum) };
+        (row.shift, row.sum) = if soft.weights.is_empty() { (soft.lse, 1.0) } else { (shift_of(soft.max), soft.sum) };
         if soft.weights.is_empty() {
             return (row, sum, ErrorSize::default());
         }
