@@ -61,7 +61,7 @@ typedef struct hattn_slices {
   const int32_t *q_ranges;
   // The keys of each slice: [count, 2], k0 and k1. 0 <= k0 <= k1 <= seqlen_kv. May be null if count is 0.
   const int32_t *k_ranges;
-  // The type of each slice: [count], 0 to 3. May be null if count is 0.
+  // The type of each slice: `[count]`, 0 to 3. May be null if count is 0.
   const int32_t *types;
 } hattn_slices;
 
@@ -95,7 +95,7 @@ typedef struct hattn_prefixes {
   // Number of queries, and (below) of keys, of a sequence, 0 or more. Their sum is below 2^30.
   int64_t seqlen_q;
   int64_t seqlen_kv;
-  // The number of keys of each prefix: [batch], 0 to seqlen_kv. May be null if batch is 0.
+  // The number of keys of each prefix: `[batch]`, 0 to seqlen_kv. May be null if batch is 0.
   const int32_t *prefixes;
   // The mask: these four are as in hattn_forward_problem.
   hattn_mask mask;
@@ -120,7 +120,7 @@ typedef struct hattn_spans {
   // Number of queries, and (below) of keys, of a sequence, 0 or more. Their sum is below 2^30.
   int64_t seqlen_q;
   int64_t seqlen_kv;
-  // How many spans each batch entry has: [batch], each 0 or more. May be null if batch is 0.
+  // How many spans each batch entry has: `[batch]`, each 0 or more. May be null if batch is 0.
   const int32_t *counts;
   // The spans of all batch entries, one entry after the other: [sum of counts, 2], the first key and the one after the last.
   // 0 <= first <= end <= seqlen_kv. Spans may overlap. May be null if there are none.

@@ -30,7 +30,7 @@ pub struct hattn_slices {
     pub q_ranges: *const i32,
     /// The keys of each slice: [count, 2], k0 and k1. 0 <= k0 <= k1 <= seqlen_kv. May be null if count is 0.
     pub k_ranges: *const i32,
-    /// The type of each slice: [count], 0 to 3. May be null if count is 0.
+    /// The type of each slice: `[count]`, 0 to 3. May be null if count is 0.
     pub types: *const i32,
 }
 
@@ -70,7 +70,7 @@ pub struct hattn_prefixes {
     /// Number of queries, and (below) of keys, of a sequence, 0 or more. Their sum is below 2^30.
     pub seqlen_q: i64,
     pub seqlen_kv: i64,
-    /// The number of keys of each prefix: [batch], 0 to seqlen_kv. May be null if batch is 0.
+    /// The number of keys of each prefix: `[batch]`, 0 to seqlen_kv. May be null if batch is 0.
     pub prefixes: *const i32,
     /// The mask: these four are as in hattn_forward_problem.
     pub mask: hattn_mask,
@@ -98,7 +98,7 @@ pub struct hattn_spans {
     /// Number of queries, and (below) of keys, of a sequence, 0 or more. Their sum is below 2^30.
     pub seqlen_q: i64,
     pub seqlen_kv: i64,
-    /// How many spans each batch entry has: [batch], each 0 or more. May be null if batch is 0.
+    /// How many spans each batch entry has: `[batch]`, each 0 or more. May be null if batch is 0.
     pub counts: *const i32,
     /// The spans of all batch entries, one entry after the other: [sum of counts, 2], the first key and the one after the last.
     /// 0 <= first <= end <= seqlen_kv. Spans may overlap. May be null if there are none.

@@ -243,10 +243,7 @@ fn of_queries<T: Float>(
     let start = block::first_visited(start, blocks.walked, listed.is_some());
     for first in (start..end).step_by(blocks.walked) {
         let keys = first..end.min(first + blocks.walked);
-        let pairs = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first);
-        if pairs.is_none() {
-            continue;
-        }
+        let Some(pairs) = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first) else { continue };
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
         inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), keys.clone(), biases);
@@ -294,10 +291,7 @@ fn of_keys<T: Float>(
         let drops = Drops::of(problem.forward(), inputs.dropout_state, &task.sequence, head);
         for first in (0..of_queries.len).step_by(blocks.walked) {
             let queries = first..of_queries.len.min(first + blocks.walked);
-            let pairs = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start);
-            if pairs.is_none() {
-                continue;
-            }
+            let Some(pairs) = listed::pairs(listed, task.rows.batch, head, first, task.tokens.start) else { continue };
             let lse = inputs.lse.part(of_queries, head, queries.clone());
             let delta = delta.part(of_queries, head, queries.clone());
             rows_of(problem, &task.sequence, queries.clone(), lse, delta, rows);
@@ -363,10 +357,7 @@ fn of_biases<T: Float>(
             let drops = Drops::of(problem.forward(), inputs.dropout_state, &sequence, head);
             for first in (0..dims.seqlen_q).step_by(blocks.walked) {
                 let queries = first..dims.seqlen_q.min(first + blocks.walked);
-                let pairs = listed::pairs(listed, batch, head, first, task.tokens.start);
-                if pairs.is_none() {
-                    continue;
-                }
+                let Some(pairs) = listed::pairs(listed, batch, head, first, task.tokens.start) else { continue };
                 let lse = inputs.lse.part(&of_queries, head, queries.clone());
                 let delta = delta.part(&of_queries, head, queries.clone());
                 rows_of(problem, &sequence, queries.clone(), lse, delta, rows);

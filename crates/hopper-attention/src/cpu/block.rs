@@ -37,7 +37,7 @@ impl<'a> Block<'a> {
         kept.clear();
         kept.extend(queries.map(|own| within(own, first, keys)));
         let whole = kept.iter().all(|kept| *kept == (0..keys));
-        Self { kept, keys, pairs: Pairs::All, hiding: &[], dropped: &[], whole }
+        Self { kept, keys, pairs: Pairs::ALL, hiding: &[], dropped: &[], whole }
     }
 
     /// The same block, of which lists keep these pairs.
@@ -58,21 +58,20 @@ impl<'a> Block<'a> {
 
     /// Writes `value` over the numbers of the pairs of a query that the mask keeps, and the lists or the bias do not.
     pub fn hide(&self, query: usize, value: f32, numbers: &mut [f32]) {
-        let kept = &self.kept[query];
-        if !self.hiding.is_empty() {
-            let biases = &self.hiding[query * self.keys..][kept.clone()];
-            let pairs = numbers[kept.clone()].iter_mut().zip(biases);
-            pairs.filter(|(_, bias)| **bias == f32::NEG_INFINITY).for_each(|(number, _)| *number = value);
-        }
-        if !self.pairs.is_all() {
-            kept.clone().filter(|&key| !self.pairs.keep(query, key)).for_each(|key| numbers[key] = value);
+        if !self.hiding.is_empty() || !self.pairs.is_all() {
+            self.kept[query].clone().filter(|&key| !self.shows(query, key)).for_each(|key| numbers[key] = value);
         }
     }
 
-    /// Whether a query keeps any key of the block.
+    /// Whether the mask, the lists and the bias keep any key of the block for a query.
     pub fn keeps_any(&self, query: usize) -> bool {
-        let shows = |key: usize| self.hiding.get(query * self.keys + key).is_none_or(|&bias| bias != f32::NEG_INFINITY);
-        self.kept[query].clone().any(|key| shows(key) && self.pairs.keep(query, key))
+        self.kept[query].clone().any(|key| self.shows(query, key))
+    }
+
+    /// Whether neither the lists nor the bias hide a pair.
+    fn shows(&self, query: usize, key: usize) -> bool {
+        self.pairs.keep(query, key)
+            && self.hiding.get(query * self.keys + key).is_none_or(|&bias| bias != f32::NEG_INFINITY)
     }
 
     /// For each query the keys that it keeps, counted from the first key of the block.
@@ -121,17 +120,10 @@ impl<'a> Block<'a> {
     fn each_pair(&self, mut pair: impl FnMut(usize, usize)) {
         for (query, kept) in self.kept.iter().enumerate() {
             let adds = |&key: &usize| {
-                let at = query * self.keys + key;
-                self.hiding.get(at).is_none_or(|&bias| bias != f32::NEG_INFINITY)
-                    && self.dropped.get(at).is_none_or(|&dropped| !dropped)
+                let dropped = self.dropped.get(query * self.keys + key).is_some_and(|&dropped| dropped);
+                self.shows(query, key) && !dropped
             };
-            // Two loops: the compiler would read the bits of lists ahead of them, where there are none.
-            if self.pairs.is_all() {
-                kept.clone().filter(adds).for_each(|key| pair(query, key));
-            } else {
-                let listed = |key: &usize| adds(key) && self.pairs.keep(query, *key);
-                kept.clone().filter(listed).for_each(|key| pair(query, key));
-            }
+            kept.clone().filter(adds).for_each(|key| pair(query, key));
         }
     }
 }

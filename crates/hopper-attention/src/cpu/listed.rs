@@ -37,15 +37,16 @@ impl<'a> Listed<'a> {
         Ok(Some(Self { table: BlockTable::new(problem, row, Err)?, bits: inputs.bits }))
     }
 
-    /// The pairs that the lists keep of some neighbouring queries and keys, of one block. `query` and `key` are the first ones.
-    fn of(&self, batch: usize, head: usize, query: usize, key: usize) -> Pairs<'a> {
+    /// The pairs that the lists keep of some neighbouring queries and keys, of one block. `query` and `key` are the first ones. None
+    /// where they keep none.
+    fn of(&self, batch: usize, head: usize, query: usize, key: usize) -> Option<Pairs<'a>> {
         let row = self.table.row(batch, head, query);
         match self.table.kind(row, key) {
-            BlockKind::Hidden => Pairs::None,
-            BlockKind::Full => Pairs::All,
+            BlockKind::Hidden => None,
+            BlockKind::Full => Some(Pairs::ALL),
             BlockKind::Partial(n) => {
-                let words = self.bits.part_of_list(row, n as usize * MASK_BLOCK_WORDS, MASK_BLOCK_WORDS);
-                Pairs::Some(Bits { words, query, key })
+                let bits = self.bits.part_of_list(row, n as usize * MASK_BLOCK_WORDS, MASK_BLOCK_WORDS);
+                Some(Pairs { bits, query, key })
             }
         }
     }
@@ -56,47 +57,42 @@ pub(super) fn walked(problem: &ForwardProblem, most: usize) -> usize {
     if problem.block_mask().is_some() { most.min(MASK_BLOCK) } else { most }
 }
 
-/// The pairs that lists keep of some neighbouring queries and keys. Without lists: all.
-pub(super) fn pairs<'a>(listed: Option<&Listed<'a>>, batch: usize, head: usize, query: usize, key: usize) -> Pairs<'a> {
-    listed.map_or(Pairs::All, |listed| listed.of(batch, head, query, key))
+/// The pairs that lists keep of some neighbouring queries and keys. Without lists: all. None where the lists keep none.
+pub(super) fn pairs<'a>(
+    listed: Option<&Listed<'a>>,
+    batch: usize,
+    head: usize,
+    query: usize,
+    key: usize,
+) -> Option<Pairs<'a>> {
+    listed.map_or(Some(Pairs::ALL), |listed| listed.of(batch, head, query, key))
 }
 
 /// Which pairs of some neighbouring queries and keys are kept, as far as the lists say.
+///
+/// No enum: every field has a value whatever is kept. The compiler may read all of them ahead of the branch, and valgrind
+/// would see it branch on what an enum's variant lacks.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Pairs<'a> {
-    /// No pair.
-    None,
-    /// All pairs.
-    All,
-    /// Those whose bit is set.
-    Some(Bits<'a>),
+pub(super) struct Pairs<'a> {
+    /// The bits of a partial block. Empty where all pairs are kept.
+    bits: &'a [i32],
+    /// The place in that block of the first query.
+    query: usize,
+    /// The place of the first key.
+    key: usize,
 }
 
 impl Pairs<'_> {
-    /// Whether there is no pair.
-    pub fn is_none(&self) -> bool {
-        matches!(self, Self::None)
-    }
+    /// All pairs.
+    pub const ALL: Self = Self { bits: &[], query: 0, key: 0 };
 
     /// Whether all pairs are kept.
     pub fn is_all(&self) -> bool {
-        matches!(self, Self::All)
+        self.bits.is_empty()
     }
 
     /// Whether a pair is kept. Both count from the first query and key.
     pub fn keep(&self, query: usize, key: usize) -> bool {
-        match self {
-            Self::None => false,
-            Self::All => true,
-            Self::Some(bits) => has_bit(bits.words, bits.query + query, bits.key + key),
-        }
+        self.is_all() || has_bit(self.bits, self.query + query, self.key + key)
     }
-}
-
-/// The bits of a partial block, from a query and a key on.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Bits<'a> {
-    words: &'a [i32],
-    query: usize,
-    key: usize,
 }

@@ -99,10 +99,7 @@ pub(super) fn forward<T: Float>(
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
     for first in (start..end).step_by(blocks.walked) {
         let keys = blocks.walked.min(end - first);
-        let pairs = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first);
-        if pairs.is_none() {
-            continue;
-        }
+        let Some(pairs) = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first) else { continue };
         load(&inputs.k, of_keys, head_kv, first..first + keys, k);
         load(&inputs.v, of_keys, head_kv, first..first + keys, v);
         inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), first..first + keys, biases);
