@@ -156,14 +156,14 @@ typedef int32_t hattn_device;
 
 // A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
 // The offset of an element from data, in elements, is the sum of index times stride over all dimensions. Their order is:
-// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
+// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]; a bias and lists of blocks: as their comments say
 // - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
 // - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 // - 1 or 2 dimensions: as the comment of the argument says
 //
 // The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
-// On a GPU, data and the outer strides of a 4-dimensional tensor are multiples of 16 bytes.
-// All other tensors are aligned to their elements. No two elements of an output have the same address.
+// On a GPU, data and the outer strides of Q, K, V, O, their gradients (packed or not) and mask_bits are multiples of 16 bytes.
+// All other tensors are aligned to their elements, also a bias and the other lists of blocks. No two elements of an output have the same address.
 typedef struct hattn_tensor {
   // sizeof(hattn_tensor), and HATTN_ABI_VERSION.
   uint32_t struct_size;
@@ -368,12 +368,14 @@ typedef struct hattn_forward_problem {
   // The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
   int32_t block_mask_most_partial;
   // Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
-  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3, packed sequences or used lengths. On a GPU not yet.
+  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3, packed sequences or used lengths.
+  // On a GPU not with lists of blocks, and without gradients beside a softcap.
   hattn_dtype bias;
   // Which dimensions the bias has beside the keys. 0 without a bias.
   hattn_bias_dims bias_dims;
   // Probability, 0 to below 1, with which dropout makes a weight 0, rounded to a multiple of 1/32768. 0: no dropout.
-  // Other weights are multiplied by 1 / (1 - probability). The log-sum-exp is as without. On the CPU only. Not for HATTN_E4M3.
+  // Other weights are multiplied by 1 / (1 - probability). The log-sum-exp is as without. Not for HATTN_E4M3.
+  // A GPU does not compute it with lists of blocks. docs/numerics.md lists the other limits of GPUs.
   float dropout;
   // Must be 0.
   int32_t reserved;

@@ -298,7 +298,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   }
 
   // Dropout of the weights: the probability, 0 (none) to below 1, with which one becomes 0 (hattn_forward_problem). The
-  // argument dropout_state of a run has the seed and the offset. On the CPU only, and for other operands than E4M3.
+  // argument dropout_state of a run has the seed and the offset. Not for E4M3. On a GPU not beside lists of blocks.
   constexpr ForwardProblem& dropout(float probability) noexcept { return set(problem_.dropout, probability); }
 
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.

@@ -71,9 +71,13 @@
 //!   `i + seqlen_kv - seqlen_q`. With [`Corner::TopLeft`] it sees keys up to `i`.
 //! - The log-sum-exp (LSE) of a query is `ln(sum(exp(softmax_scale * q . k)))` over the keys that the mask keeps. It uses
 //!   the natural logarithm and is f32, `[batch, heads_q, seqlen_q]`.
-//! - Options of the problem change the scores: a [`softcap`](ForwardProblemBuilder::softcap), linear biases
-//!   ([`alibi`](ForwardProblemBuilder::alibi)). [`sinks`](ForwardProblemBuilder::sinks) are added to the softmax. The LSE and
-//!   the gradients are then those of the changed scores, and of the softmax with sinks.
+//! - Options of the problem change the scores: a [`softcap`](ForwardProblemBuilder::softcap), an additive
+//!   [`bias`](ForwardProblemBuilder::bias), linear biases ([`alibi`](ForwardProblemBuilder::alibi)).
+//!   [`sinks`](ForwardProblemBuilder::sinks) are added to the softmax. [`dropout`](ForwardProblemBuilder::dropout) makes weights
+//!   0 after it. The LSE and the gradients are those of the changed scores, and of the softmax with sinks. The LSE is that
+//!   without dropout.
+//! - A [`block_mask`](ForwardProblemBuilder::block_mask) keeps only the pairs that its lists of blocks keep.
+//!   [`max_logits`](ForwardProblemBuilder::max_logits) asks for the largest score of each query head.
 //! - Sequences may be [`packed`](ForwardProblemBuilder::packed) into one tensor. Each attends to its own keys alone.
 //! - A query that keeps no key has output 0 and LSE -inf. It has no part in any gradient. Sequences may be empty.
 //! - A pair of a query and a key that the mask hides has no effect on any result, whatever the two rows hold: NaN and
@@ -87,7 +91,8 @@
 //!
 //! A backward pass needs O and the LSE of the forward pass. `dO` is the gradient of a loss with respect to O. `dLSE` is the
 //! gradient with respect to the LSE, or 0 where none is given. `P`, the softmax probabilities, is
-//! `exp(softmax_scale * Q K^T - LSE)` for each query and each key that it keeps, and 0 for all other pairs. Then
+//! `exp(softmax_scale * Q K^T - LSE)` for each query and each key that it keeps, and 0 for all other pairs. (With a softcap,
+//! biases, sinks or dropout: `docs/numerics.md` has the formulas.) Then
 //!
 //! ```text
 //! delta = rowsum(dO * O) - dLSE        dQ = softmax_scale * dS K

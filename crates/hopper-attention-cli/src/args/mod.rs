@@ -171,7 +171,7 @@ pub struct ComputeArgs {
     /// Also compute max_logits, f32 [heads_q]: the largest score of each query head, after scale, cap and biases. Not with --fp8
     #[arg(long)]
     pub max_logits: bool,
-    /// Dropout: the probability with which a weight becomes 0, from 0 to below 1. On the CPU only, and not with --fp8
+    /// Dropout: the probability with which a weight becomes 0, from 0 to below 1. Not with --fp8
     /// [default: what the file's metadata says under `dropout`, or 0]
     ///
     /// It is rounded to a multiple of 1/32768. The other weights are multiplied by 1 / (1 - P). A file may have the seed and the
