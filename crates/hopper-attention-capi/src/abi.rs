@@ -345,14 +345,15 @@ pub struct hattn_quantize_problem {
 
 /// A tensor in the caller's memory. Begin with HATTN_TENSOR_INIT.
 /// The offset of an element from data, in elements, is the sum of index times stride over all dimensions. Their order is:
-/// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]; a bias and lists of blocks: as their comments say
+/// - 4 dimensions: Q, K, V, O and their gradients, [batch, seqlen, heads, head_dim]
 /// - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
 /// - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
-/// - 1 or 2 dimensions: as the comment of the argument says
+/// - All others, such as a bias: as the comment of the argument says
 ///
 /// The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
 /// On a GPU, data and the outer strides of Q, K, V, O, their gradients (packed or not) and mask_bits are multiples of 16 bytes.
-/// All other tensors are aligned to their elements, also a bias and the other lists of blocks. No two elements of an output have the same address.
+/// All other tensors are aligned to their elements, also a bias and the other lists of blocks.
+/// No two elements of an output have the same address.
 #[repr(C)]
 #[allow(missing_docs, reason = "one comment is about size and version")]
 #[derive(Clone, Copy, Debug)]
