@@ -156,8 +156,7 @@ def attention(
 
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
-      A GPU refuses it with block-sparse masks, with packed sequences in sm80 kernels, and with windows of large head dims,
-      by name.
+      A GPU refuses it with packed sequences in sm80 kernels, and with windows of large head dims, by name.
     - dropout_state: the seed and the offset of dropout, int64 [2]. `dropout_mask` says which pairs they keep. None: on
       torch tensors they are drawn from the generator, and gradients have the same. Arrays must have them, or their
       four words as int32 [4].

@@ -336,11 +336,39 @@ class Torch(unittest.TestCase):
 
     @unittest.skipIf(NO_GPU, NO_GPU)
     def test_what_a_gpu_refuses(self):
-        q, k, v = (torch.randn(1, 130, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (torch.randn(1, 130, 4, 192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         kept = torch.ones(130, 130, dtype=torch.bool, device="cuda").tril()
         with self.assertRaises(HattnError) as refused:
-            hopper_attention.attention(q, k, v, attn_mask=kept, softcap=2.0)
+            hopper_attention.attention(q, k, v, attn_mask=kept)
         self.assertEqual(refused.exception.status, abi.ERROR_UNSUPPORTED)
+
+    @unittest.skipIf(NO_GPU, NO_GPU)
+    def test_modifiers_on_a_gpu(self):
+        """What is done to scores and weights beside a mask, as on the CPU."""
+        kept = random_blocks(300, 400, 1, HEADS)
+        slopes = torch.tensor([0.5, 0.1, 0.02, -0.01])
+        state = torch.tensor([7, 3])
+        kinds = {
+            "softcap": ({"softcap": 5.0}, {}),
+            "alibi": ({}, {"alibi_slopes": slopes}),
+            "dropout": ({"dropout_p": 0.3}, {"dropout_state": state}),
+            "all": ({"softcap": 5.0, "dropout_p": 0.3}, {"alibi_slopes": slopes, "dropout_state": state}),
+        }
+        for dim in (64, 128):
+            generator = torch.Generator().manual_seed(5)
+            shapes = (2, 300, HEADS, dim), (2, 400, HEADS_KV, dim), (2, 400, HEADS_KV, dim)
+            qkv = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+            d_o = torch.randn(shapes[0], generator=generator).bfloat16()
+            for name, (numbers, of_device) in kinds.items():
+                with self.subTest(name=name, dim=dim):
+                    results = []
+                    for device in ("cpu", "cuda"):
+                        leaves = [t.to(device).requires_grad_() for t in qkv]
+                        there = {key: t.to(device) for key, t in of_device.items()}
+                        o = hopper_attention.attention(*leaves, attn_mask=kept.to(device), **numbers, **there)
+                        results.append([o, *torch.autograd.grad(o, leaves, d_o.to(device))])
+                    for want, got in zip(*results):
+                        torch.testing.assert_close(got.cpu().float(), want.float(), atol=0.06, rtol=0.03)
 
 
 @unittest.skipIf(NO_NUMPY, NO_NUMPY)

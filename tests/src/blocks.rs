@@ -4,9 +4,11 @@ use hopper_attention::{Mask, Slot};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::alibi::Alibi;
 use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::problems::{Case, Grid};
+use crate::sinks::Sinks;
 
 pub use hopper_attention_verify::blocks::{Blocks, BlocksImage};
 
@@ -47,6 +49,27 @@ pub fn cases(grid: Grid) -> Vec<Case> {
         }
     }
     cases
+}
+
+/// The same cases with what rows for modified scores compute: each modifier alone, pairs of them, and all at once.
+pub fn modified_cases(grid: Grid) -> Vec<Case> {
+    let modified = |(turn, case): (usize, Case)| match turn % 11 {
+        0 => case.softcap(15.0),
+        1 => case.alibi(Alibi::Standard),
+        2 => case.max_logits(true),
+        3 => case.dropout(0.5),
+        4 => case.softcap(50.0).alibi(Alibi::PerBatch),
+        5 => case.softcap(30.0).dropout(0.1),
+        6 => case.alibi(Alibi::Large).dropout(0.9),
+        7 => case.alibi(Alibi::Negative).max_logits(true),
+        8 => case.softcap(1.0).max_logits(true).dropout(0.1),
+        9 => case.alibi(Alibi::Mixed).dropout(0.1).max_logits(true),
+        _ => Case { sinks: Sinks::ALL[turn % Sinks::ALL.len()], ..case.softcap(30.0).alibi(Alibi::Standard) }
+            .dropout(0.5)
+            .max_logits(true),
+    };
+    // (The number of modifiers has no divisor in common with those of the other turns.)
+    cases(grid).into_iter().enumerate().map(modified).collect()
 }
 
 /// The kinds of lists that are there.

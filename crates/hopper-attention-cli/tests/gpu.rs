@@ -241,6 +241,13 @@ fn check_passes_with_lists_of_blocks_on_hopper() {
             assert!(text.contains("block_mask") && text.contains("sm90") && text.contains("passed"), "{kind}: {text}");
         }
     }
+    // With what is done to scores and weights, too.
+    let sizes = "--batch 2 --seqlen-q 500 --seqlen-kv 600 --heads-q 4 --heads-kv 2 --head-dim 128 --backward";
+    let input = folder.random("modified.safetensors", &format!("{sizes} --block-mask random:40 --alibi --dropout 0.2"));
+    for options in ["", "--softcap 20 --max-logits", "--backward --deterministic --softcap 20 --mask causal"] {
+        let text = hattn_on(&format!("check --device cuda:0 --dropout 0.2 {options}"), &input, None).fine();
+        assert!(text.contains("block_mask") && text.contains("sm90") && text.contains("passed"), "{text}");
+    }
 }
 
 #[test]

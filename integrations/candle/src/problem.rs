@@ -65,7 +65,7 @@ impl Options {
 
     /// Dropout of the weights (default: none): random ones become 0, and the others are multiplied by `1 / (1 - p)`. Which ones
     /// follows from a seed and an offset. So give each call another offset, as a counter does. Gradients have the mask of
-    /// their forward pass. A GPU refuses it beside a block-sparse mask.
+    /// their forward pass.
     ///
     /// See [`ForwardProblemBuilder::dropout`](hopper_attention::ForwardProblemBuilder::dropout).
     ///

@@ -64,17 +64,27 @@ impl Gpu {
 
     /// The forward rows for lists of blocks.
     pub fn listed_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(is_listed).collect()
+        self.running(kernels()).into_iter().filter(|row| is_listed(row) && !row.takes_modifiers()).collect()
+    }
+
+    /// The same for modified scores.
+    pub fn listed_modified_rows(&self) -> Vec<KernelInfo> {
+        self.running(kernels()).into_iter().filter(|row| is_listed(row) && row.takes_modifiers()).collect()
     }
 
     /// The backward rows for lists of blocks.
     pub fn listed_backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(is_listed).collect()
+        self.running(backward_kernels()).into_iter().filter(|row| is_listed(row) && !row.takes_modifiers()).collect()
     }
 
-    /// Those that take modified scores.
+    /// The same for modified scores.
+    pub fn listed_modified_backward_rows(&self) -> Vec<KernelInfo> {
+        self.running(backward_kernels()).into_iter().filter(|row| is_listed(row) && row.takes_modifiers()).collect()
+    }
+
+    /// Those that take modified scores, but those for lists of blocks.
     pub fn modified_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(KernelInfo::takes_modifiers).collect()
+        self.running(kernels()).into_iter().filter(|row| row.takes_modifiers() && !is_listed(row)).collect()
     }
 
     /// Those of e4m3 operands.
@@ -88,9 +98,9 @@ impl Gpu {
         self.running(backward_kernels()).into_iter().filter(plain).collect()
     }
 
-    /// The backward rows that this GPU runs, and that take modified scores.
+    /// The backward rows that this GPU runs, and that take modified scores, but those for lists of blocks.
     pub fn modified_backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(KernelInfo::takes_modifiers).collect()
+        self.running(backward_kernels()).into_iter().filter(|row| row.takes_modifiers() && !is_listed(row)).collect()
     }
 
     fn running(&self, rows: &[KernelInfo]) -> Vec<KernelInfo> {

@@ -1,9 +1,9 @@
 //! Block-sparse masks on a GPU: every row with lists, both passes, wrong contents, and what is refused.
 
 use hopper_attention::reference::{Expected, Modifiers};
-use hopper_attention::{Arch, BackwardProblem, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16};
+use hopper_attention::{Arch, BackwardProblem, Bias, DType, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16};
 use hopper_attention_tests::backward;
-use hopper_attention_tests::blocks::{Blocks, cases, kinds, spoil};
+use hopper_attention_tests::blocks::{Blocks, cases, kinds, modified_cases, spoil};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::{OnDevice as GradientsOnDevice, same_bits as same_gradients};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
@@ -27,15 +27,34 @@ fn every_listed_backward_row_keeps_the_tolerance() {
     take(&gpu, &gpu.listed_backward_rows(), &cases, "backward with lists of blocks", BACKWARD);
 }
 
+/// Softcap, ALiBi, dropout, maximum logits and sinks, alone and together. A third of the cases, by a number that shares no divisor
+/// with what they take turns in.
+#[test]
+fn every_listed_row_takes_modifiers() {
+    let Some(gpu) = Gpu::open("every_listed_row_takes_modifiers") else { return };
+    let cases: Vec<Case> = modified_cases(Grid::from_env()).into_iter().skip(1).step_by(3).collect();
+    take(&gpu, &gpu.listed_modified_rows(), &cases, "forward with lists of blocks and modifiers", FORWARD);
+}
+
+#[test]
+fn every_listed_backward_row_takes_modifiers() {
+    let Some(gpu) = Gpu::open("every_listed_backward_row_takes_modifiers") else { return };
+    let cases = modified_cases(Grid::from_env()).into_iter().map(|case| case.max_logits(false));
+    // Gradients have nothing to do with maximum logits.
+    let modified = |case: &Case| case.softcap != 0.0 || !case.alibi.is_none() || case.dropout != 0.0;
+    let cases: Vec<Case> = cases.filter(modified).skip(2).step_by(5).collect();
+    take(&gpu, &gpu.listed_modified_backward_rows(), &cases, "backward with lists of blocks and modifiers", BACKWARD);
+}
+
 /// Whatever the lists hold, nothing outside of the tensors is read or written, and the rule for wrong contents holds. (With
 /// compute-sanitizer: memcheck sees what is read.)
 #[test]
 fn wrong_contents_of_lists_follow_the_rule() {
     let Some(gpu) = Gpu::open("wrong_contents_of_lists_follow_the_rule") else { return };
-    for row in gpu.listed_rows() {
+    for row in [gpu.listed_rows(), gpu.listed_modified_rows()].concat() {
         with_dtype!(row.dtype(), spoiled(&gpu, &row));
     }
-    for row in gpu.listed_backward_rows() {
+    for row in [gpu.listed_backward_rows(), gpu.listed_modified_backward_rows()].concat() {
         with_dtype!(row.dtype(), spoiled_backward(&gpu, &row));
     }
 }
@@ -45,7 +64,7 @@ fn spoiled_cases(row: &KernelInfo) -> Vec<Case> {
     let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
     let case = |(i, blocks): (usize, Blocks)| {
         let case = Case::new(300, 700, row.head_dim_qk(), masks[i % 3]).heads(2, 4, 2).blocks(blocks);
-        Case { seed: i as u64, ..case }
+        Case { seed: i as u64, softcap: if row.needs_modifiers() { 20.0 } else { 0.0 }, ..case }
     };
     kinds().cycle().take(count).enumerate().map(case).collect()
 }
@@ -89,8 +108,8 @@ fn spoiled_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
 #[test]
 fn passes_with_lists_repeat() {
     let Some(gpu) = Gpu::open("passes_with_lists_repeat") else { return };
-    for blocks in [Blocks::Random(50), Blocks::Documents, Blocks::All] {
-        let case = Case::new(2000, 2500, 128, Mask::causal()).heads(2, 8, 2).blocks(blocks);
+    for (blocks, dropout) in [(Blocks::Random(50), 0.0), (Blocks::Documents, 0.3), (Blocks::All, 0.0)] {
+        let case = Case::new(2000, 2500, 128, Mask::causal()).heads(2, 8, 2).blocks(blocks).dropout(dropout);
         let prepared = Prepared::<bf16>::new(&case);
         let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
         assert_eq!(plan.kernel().unwrap().mask(), MaskClass::Blocks);
@@ -113,18 +132,21 @@ fn passes_with_lists_repeat() {
     }
 }
 
-/// Instruction sets and modifiers without kernels for lists.
+/// Instruction sets without kernels for lists, and a bias beside lists.
 #[test]
-fn sm80_kernels_and_caps_are_refused_by_name() {
-    let Some(gpu) = Gpu::open("sm80_kernels_and_caps_are_refused_by_name") else { return };
+fn sm80_kernels_and_a_bias_are_refused_by_name() {
+    let Some(gpu) = Gpu::open("sm80_kernels_and_a_bias_are_refused_by_name") else { return };
     let device = Device::Cuda(gpu.device.clone());
-    let options = Case::new(300, 300, 64, Mask::causal()).blocks(Blocks::All).options(hopper_attention::DType::BF16);
+    let options = Case::new(300, 300, 64, Mask::causal()).blocks(Blocks::All).options(DType::BF16);
     let refused = |options: hopper_attention::ForwardProblemBuilder| {
         let problem = options.build().unwrap();
         let backward = BackwardProblem::builder(&problem).build().unwrap();
         [problem.plan(&device).unwrap_err().to_string(), backward.plan(&device).unwrap_err().to_string()]
     };
-    for text in refused(options.clone().arch(Arch::Sm80)).iter().chain(&refused(options.softcap(30.0))) {
+    for text in refused(options.clone().arch(Arch::Sm80)) {
         assert!(text.starts_with("unsupported: mask class blocks for bf16"), "{text}");
+    }
+    for text in refused(options.bias(Some(Bias::new(DType::F32)))) {
+        assert!(text.starts_with("unsupported: a bias with") && text.contains("blocks"), "{text}");
     }
 }

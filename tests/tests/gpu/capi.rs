@@ -103,7 +103,8 @@ fn listed_cases(row: &KernelInfo) -> Vec<Case> {
     let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
     let case = |(i, blocks): (usize, Blocks)| {
         let case = Case::new(300, 700, row.head_dim_qk(), masks[i % 3]).head_dim_vo(row.head_dim_vo());
-        Case { seed: i as u64, ..case.heads(2, 4, 2).blocks(blocks) }
+        let softcap = if row.needs_modifiers() { 20.0 } else { 0.0 };
+        Case { seed: i as u64, ..case.heads(2, 4, 2).blocks(blocks).softcap(softcap) }
     };
     kinds().enumerate().map(case).collect()
 }
@@ -111,10 +112,10 @@ fn listed_cases(row: &KernelInfo) -> Vec<Case> {
 #[test]
 fn lists_of_blocks_through_c() {
     let Some(gpu) = Gpu::open("lists_of_blocks_through_c") else { return };
-    for row in gpu.listed_rows() {
+    for row in [gpu.listed_rows(), gpu.listed_modified_rows()].concat() {
         with_dtype!(row.dtype(), one_listed_row(&gpu, &row));
     }
-    for row in gpu.listed_backward_rows() {
+    for row in [gpu.listed_backward_rows(), gpu.listed_modified_backward_rows()].concat() {
         with_dtype!(row.dtype(), one_listed_backward_row(&gpu, &row));
     }
 }

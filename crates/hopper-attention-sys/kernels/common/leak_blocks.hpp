@@ -10,7 +10,7 @@ namespace hattn {
 
 template <class Traits>
 struct BlockLeaks {
-  using Operands = PlainOperands<typename Traits::Element, Traits::kModifiers>;
+  using Operands = OperandsOf<Traits>;
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr unsigned kAll = 0xffffffffU;
 
@@ -48,6 +48,13 @@ struct BlockLeaks {
       float sum[1];
       dot_rows(operands.q, rows, operands.k, first + lane, operands.head_dim_qk, sum);
       return operands.score(sum[0], query, first + lane);
+    }
+    // Those of the keys `kept` whose weights dropout leaves. The whole warp works on it.
+    CUTE_DEVICE unsigned staying(int first, unsigned kept) const {
+      if constexpr (Operands::kDrops) {
+        return __ballot_sync(kAll, (kept >> lane & 1) != 0 && !operands.drops(query, first + lane));
+      }
+      return kept;
     }
     CUTE_DEVICE float2 values(int key, int pair) const {
       int const column = Pairs::column(lane, pair);
@@ -101,7 +108,7 @@ struct BlockLeaks {
     row.each([&](int first, unsigned kept) {
       max = fmaxf(max, row.score(first, kept));
       // What is not finite in a key that the row keeps is so by right.
-      for (unsigned left = kept; left != 0; left &= left - 1) {
+      for (unsigned left = row.staying(first, kept); left != 0; left &= left - 1) {
         CUTE_UNROLL
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           wrong &= ~(not_finite(row.values(first + __ffs(static_cast<int>(left)) - 1, pair)) << 2 * pair);
@@ -123,7 +130,7 @@ struct BlockLeaks {
       float const score = row.score(first, kept);
       float const own = (kept >> row.lane & 1) != 0 ? exp2_approx(score - shift) : 0.0F;
       sum += own;
-      for (unsigned left = kept; left != 0; left &= left - 1) {
+      for (unsigned left = row.staying(first, kept); left != 0; left &= left - 1) {
         int const i = __ffs(static_cast<int>(left)) - 1;
         float const weight = __shfl_sync(kAll, own, i);
         CUTE_UNROLL
@@ -138,7 +145,7 @@ struct BlockLeaks {
     for (int step = 1; step < 32; step *= 2) {
       sum += __shfl_xor_sync(kAll, sum, step);
     }
-    float const inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
+    float const inverse = (sum == 0.0F ? 0.0F : 1.0F / sum) * row.operands.output_factor();
     CUTE_UNROLL
     for (int i = 0; i < 2 * Pairs::kCount; ++i) {
       float const value = (i % 2 == 0 ? output[i / 2].x : output[i / 2].y) * inverse;

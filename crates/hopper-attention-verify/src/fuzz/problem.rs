@@ -168,10 +168,9 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (alibi, max_logits) = biases;
             let modified = |case| random::capped(Case { alibi, max_logits, ..case }, softcap);
             let mut case = if fp8 { case } else { modified(case) };
-            // Nor lists of blocks. Kernels have these without any of that, and up to head dim 128.
-            let kernels_have = case.softcap == 0.0 && alibi.is_none() && !max_logits && {
-                case.dims.head_dim_qk.max(case.dims.head_dim_vo) <= 128 && arch != Some(Arch::Sm80)
-            };
+            // Nor lists of blocks. Kernels have these up to head dim 128.
+            let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
+            let kernels_have = widest <= 128 && arch != Some(Arch::Sm80);
             if !fp8 && (!for_gpu || kernels_have) {
                 case = random::listed(case, blocks);
             }
@@ -180,14 +179,11 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             if !fp8 && (!for_gpu || kernels_bias) {
                 case = random::biased(case, bias);
             }
-            // And dropout, but none beside lists. Those for sm80 have none of packed sequences, and those for sm90 beside windows
-            // up to some head dim.
-            let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
-            let kernels_drop = case.blocks.is_none()
-                && match arch {
-                    Some(Arch::Sm80) => case.packing.is_none(),
-                    _ => widest <= widest_with_dropout(&case),
-                };
+            // And dropout. Those for sm80 have none of packed sequences, and those for sm90 beside windows up to some head dim.
+            let kernels_drop = match arch {
+                Some(Arch::Sm80) => case.packing.is_none(),
+                _ => widest <= widest_with_dropout(&case),
+            };
             if !fp8 && (!for_gpu || kernels_drop) {
                 case.dropout = dropout;
             }
@@ -223,7 +219,7 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
 /// The largest head dim that kernels take with dropout and the mask of a case. Those that add a bias take it as with windows.
 fn widest_with_dropout(case: &Case) -> usize {
     match (case.mask, case.packing == Packing::default()) {
-        _ if !case.bias.is_none() => 128,
+        _ if !case.bias.is_none() || !case.blocks.is_none() => 128,
         (Mask::Full | Mask::Causal { .. }, _) => 256,
         (_, true) => 128,
         (_, false) => 64,

@@ -101,7 +101,8 @@ struct BwdLoad {
     }
   }
 
-  // The steps of a tile, where lists have them.
+  // The steps of a tile, where lists have them. A tile begins further on in its lists than the tile before it: at the same
+  // place, all would add to dQ of the same queries at a time. (Not where tiles take turns.)
   template <class Use>
   CUTE_DEVICE static void walk_lists(BwdParams const& params, Scalars const& scalars, TileShare const& tile,
                                      RingPosition<Traits::kStages>& ring, Use const& use) {
@@ -111,9 +112,11 @@ struct BwdLoad {
     while (left > 0) {
       int const count = key_count(params.blocks, tile.batch, head, tile.block);
       QueryEntry const* const entries = key_entries(params.blocks, tile.batch, head, tile.block);
+      int place = scalars.ordered ? 0 : count * tile.block / params.blocks.k_blocks;
       CUTE_NO_UNROLL
       for (int i = 0; i < count; ++i) {
-        ListedShare const share{tile, entries[i]};
+        ListedShare const share{tile, entries[place]};
+        place = place + 1 < count ? place + 1 : 0;
         int const m = share.entry.block();
         use(ring, (tile.batch * scalars.heads_q + head) * scalars.m_blocks + m, m, head, share);
         ring.advance();

@@ -183,12 +183,24 @@ struct BwdMma {
       }
       return slope;
     };
+    // The block of keys of the step. (Beside lists there is no register for it.)
+    auto n_block_of_step = [&]() __attribute__((always_inline)) {
+      return kIsListed && kModified ? warp_value(storage.tile[k.stage].block) : n_block;
+    };
+    // The block of queries of the step.
+    auto m_block_of_step = [&]() __attribute__((always_inline)) {
+      if constexpr (kIsListed) {
+        return storage.step[ring.stage].m_block;
+      } else {
+        return visits.block(visit);
+      }
+    };
     // How far the thread's first key is behind the diagonal of its first query.
     auto distance_of_thread = [&]() __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
-      int const key = n_block * kN + warp_row(thread) + thread % 32 / 4;
+      int const key = n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4;
       int const diagonal = Traits::kIsPacked ? diagonal_of(params, band) : params.diagonal_offset;
-      return key - (visits.block(visit) * kM + 2 * (thread % 4)) - diagonal;
+      return key - (m_block_of_step() * kM + 2 * (thread % 4)) - diagonal;
     };
     // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
     auto hide_past_queries = [&]() __attribute__((always_inline)) {
@@ -203,6 +215,7 @@ struct BwdMma {
     // P of a block goes to its operand, and P (1 - t^2) is left in tS.
     auto modified_block = [&](auto form) __attribute__((always_inline)) {
       constexpr Form kForm = decltype(form)::value;
+      float inner = scalars.softcap.inner * kTwoLog2E;
       float slope = 0.0F;
       float first[2] = {0.0F, 0.0F};
       if constexpr (kForm == Form::FarWithBias) {
@@ -217,6 +230,9 @@ struct BwdMma {
         float minus_lse[2];
         if (kForm == Form::FarWithBias && !Traits::kIsPacked && i > 0) {
           slope = factor_after(tS(4 * i - 1), slope);  // or ptxas begins with all of them, and spills
+        }
+        if (kIsListed && (kForm == Form::Far || kForm == Form::FarWithBias) && i > 0) {
+          inner = factor_after(tS(4 * i - 1), inner);
         }
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
@@ -234,7 +250,7 @@ struct BwdMma {
             if constexpr (kForm == Form::Near) {
               capped = CappedScore::near(masked ? 0.0F : score, scalars.softcap);
             } else if constexpr (kForm != Form::Plain) {
-              capped = CappedScore::far(score * (scalars.softcap.inner * kTwoLog2E));
+              capped = CappedScore::far(score * inner);
             }
             if constexpr (kForm == Form::FarWithBias) {
               capped.t = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, capped.t);
@@ -254,14 +270,15 @@ struct BwdMma {
         ListedStep const listed = storage.step[ring.stage];
         if (listed.marks != 0) {
           int const thread = thread_in_group_anew(thread_in_group);
-          hide_listed<Traits>(tS, listed, band, n_block, warp_row(thread) + thread % 32 / 4, 2 * (thread % 4), kMasked);
+          hide_listed<Traits>(tS, listed, band, n_block_of_step(), warp_row(thread) + thread % 32 / 4, 2 * (thread % 4),
+                              kMasked);
         }
         return;
       }
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
-        apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
+        apply_mask_transposed<kMask, kM>(tS, band, n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
@@ -285,7 +302,7 @@ struct BwdMma {
           }
           see_kept_by_two<kM>(
               DropoutOfHead::of(params.dropout, batch * params.heads_q + head), params.dropout.dropped,
-              n_block * kN + warp_row(thread) + thread % 32 / 4, visits.block(visit) * kM, thread % 4,
+              n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4, m_block_of_step() * kM, thread % 4,
               own_d_s(thread) + thread % 32 * 8, d_s_of(warp_row(thread) ^ 16) + thread % 32 * 8,
               meet, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
                 tP(at) &= kept;
@@ -345,7 +362,7 @@ struct BwdMma {
         if (more && is_copied(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
           WarpBias::begin(own_d_s(thread), bias_of_head(), visits.block(visit) * kM, scalars.seqlen_q,
-                          n_block * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
+                          n_block_of_step() * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
         }
       }
     };
@@ -361,8 +378,8 @@ struct BwdMma {
           return;
         }
         add_bias_transposed<kM, Traits::kBiasAtATime>(
-            tS, scalars.scale_log2, bias_of_head, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
-            visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
+            tS, scalars.scale_log2, bias_of_head, n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4,
+            scalars.seqlen_kv, visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
       }
     };
     // P of a block, from its scores.
@@ -526,6 +543,10 @@ struct BwdMma {
       }
       store_queries();
     };
+    // Whether there is a tile. (Beside lists there is no register for it.)
+    auto has_tile = [&]() __attribute__((always_inline)) {
+      return kIsListed && kModified ? warp_value(storage.tile[k.stage].batch) >= 0 : more;
+    };
     bool any = false;    // whether there was one before it
     bool fresh = false;  // whether the scores are of a new tile
     // One block: from its scores to the scores of the next block. `only` is of a block that is not a tile's first:
@@ -612,7 +633,7 @@ struct BwdMma {
         }
       }
       // After the last tile the scores are of whatever lies in the buffers. They are not used.
-      if (more) {
+      if (has_tile()) {
         storage.q_full[ring.stage].wait(ring.parity);
       }
       issue_scores();
@@ -625,7 +646,7 @@ struct BwdMma {
       }
     };
     if (has_steps) {
-      while (more) {
+      while (has_tile()) {
         step(std::true_type{}, std::false_type{});
         if (is_only) {
           while (!fresh) {

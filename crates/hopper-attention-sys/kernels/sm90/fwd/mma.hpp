@@ -93,6 +93,7 @@ struct Mma {
     KeyVisits visits{0, 0, 0, 0};
     [[maybe_unused]] int masked_entries = 0;  // of the next tile's list
     [[maybe_unused]] int all_entries = 0;
+    [[maybe_unused]] int listed_block = 0;  // of the keys of the step, where a list says it and modifiers ask
 
     typename Traits::TileBand band = launch_band;
 
@@ -201,6 +202,16 @@ struct Mma {
       int const thread = Traits::thread_index();
       return m_block * Traits::kTileM + consumer * Traits::kRowsApart + (thread / 32 % 4) * 16 + thread % 32 / 4;
     };
+    // Before the K of a block is given back: its entry is with it.
+    auto note_listed_block = [&]() __attribute__((always_inline)) {
+      if constexpr (kIsListed && kModified) {
+        listed_block = __shfl_sync(0xffffffffU, storage.entry[k.stage].block(), 0);
+      }
+    };
+    // The block of keys of a visit.
+    auto block_of = [&](int visit) __attribute__((always_inline)) {
+      return kIsListed ? listed_block : visits.block(visit);
+    };
     // Where lists say what is masked: the keys of the block in a stage that this lane's rows keep.
     auto listed_keys = [&](KeptBits<4>(&kept)[2], int tile, int stage) __attribute__((always_inline)) {
       if constexpr (kIsListed) {
@@ -270,7 +281,7 @@ struct Mma {
     auto add_alibi_bias = [&](int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (has_alibi(params)) {
-          int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
+          int const first_key = block_of(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
           add_alibi<Traits::kTileN>(tSrS, slope_of_tile(), own_row_anew() + diagonal() - first_key);
         }
       }
@@ -331,7 +342,7 @@ struct Mma {
           auto const& tile = storage.tile[q.stage];
           auto const head = static_cast<int>(read_shared(tile.batch) * params.heads_q + read_shared(tile.head));
           drop_weights<Traits::kTileN>(tOrP, DropoutOfHead::of(params.dropout, head), params.dropout.dropped,
-                                       own_row_anew(), visits.block(visit) * Traits::kTileN, thread_index_anew() & 3);
+                                       own_row_anew(), block_of(visit) * Traits::kTileN, thread_index_anew() & 3);
         }
       }
     };
@@ -395,6 +406,7 @@ struct Mma {
     };
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
+      note_listed_block();
       modify(std::true_type{}, first_visit());
       if constexpr (kIsListed) {
         KeptBits<4> kept[2];
@@ -403,6 +415,7 @@ struct Mma {
         release_k();
         softmax.first_masked_block(tSrS, scale_of_scores(),
                                    {{cute::max(1, kept[0].count()), cute::max(1, kept[1].count())}});
+        see_references();
         return;
       }
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
@@ -443,6 +456,7 @@ struct Mma {
       if constexpr (kIsListed && decltype(masked)::value) {
         listed_keys(kept, q.stage, k.stage);
       }
+      note_listed_block();
       Turns::wait(consumer);
       issue_scores();
       issue_output();
@@ -541,6 +555,9 @@ struct Mma {
             step(std::true_type{}, visit);
           }
         } else if constexpr (kIsListed) {
+          if (kModified && has_alibi(params)) {
+            visits.free_end = 0;  // its blocks come in any order: each is compared
+          }
           for (; visits.on_right_edge(visit); visit = visits.next(visit)) {
             step(std::true_type{}, visit);
           }
