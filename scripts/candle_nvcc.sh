@@ -27,7 +27,7 @@ case $what in
   c) : >"$output" ;;
   lib)
     # The archive has the names that candle's Rust code calls. The build script runs in the folder of candle-kernels.
-    grep -oE 'pub fn [a-z0-9_]+' src/ffi.rs | sort -u |
+    grep -oE 'pub fn [A-Za-z0-9_]+' src/ffi.rs | sort -u |
       awk 'BEGIN { print "#include <stdlib.h>" } { print "void " $3 "(void) { abort(); }" }' >"$output.c"
     "${CC:-cc}" -fPIC -c -o "$output.o" "$output.c"
     rm -f "$output"

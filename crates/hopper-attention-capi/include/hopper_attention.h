@@ -376,7 +376,7 @@ typedef struct hattn_forward_problem {
   hattn_bias_dims bias_dims;
   // Probability, 0 to below 1, with which dropout makes a weight 0, rounded to a multiple of 1/32768. 0: no dropout.
   // Other weights are multiplied by 1 / (1 - probability). The log-sum-exp is as without. Not for HATTN_E4M3.
-  // A GPU does not compute it with lists of blocks. docs/numerics.md lists the other limits of GPUs.
+  // docs/numerics.md lists the limits of GPUs.
   float dropout;
   // Must be 0.
   int32_t reserved;

@@ -1,7 +1,9 @@
 //! Block-sparse masks on a GPU: every row with lists, both passes, wrong contents, and what is refused.
 
 use hopper_attention::reference::{Expected, Modifiers};
-use hopper_attention::{Arch, BackwardProblem, Bias, DType, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16};
+use hopper_attention::{
+    Arch, BackwardProblem, Bias, DType, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16,
+};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, cases, kinds, modified_cases, spoil};
 use hopper_attention_tests::data::Poison;

@@ -185,7 +185,9 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
                 _ => widest <= widest_with_dropout(&case),
             };
             if !fp8 && (!for_gpu || kernels_drop) {
-                case.dropout = dropout;
+                // A factor of 1000 takes dS of f16 beyond its range (docs/numerics.md).
+                let is_narrow = for_gpu && pass == Pass::Backward && dtype == DType::F16;
+                case.dropout = if is_narrow { dropout.min(0.9) } else { dropout };
             }
             case.values = values.unwrap_or(case.values);
             if for_gpu && pass == Pass::Backward {
