@@ -101,8 +101,8 @@ struct BwdLoad {
     }
   }
 
-  // The steps of a tile, where lists have them. A tile begins further on in its lists than the tile before it: at the same
-  // place, all would add to dQ of the same queries at a time. (Not where tiles take turns.)
+  // The steps of a tile, where lists have them. A tile begins further on in its lists than the tile before it: at the
+  // same place, all would add to dQ of the same queries at a time. (Not where tiles take turns.)
   template <class Use>
   CUTE_DEVICE static void walk_lists(BwdParams const& params, Scalars const& scalars, TileShare const& tile,
                                      RingPosition<Traits::kStages>& ring, Use const& use) {
