@@ -622,8 +622,10 @@ mod tests {
         // What kernels do not have of it is not drawn for them.
         let dropping = || on_gpu.iter().filter(|problem| problem.case.dropout != 0.0);
         assert!(dropping().count() > 20, "{}", dropping().count());
+        assert!(dropping().any(|problem| !problem.case.blocks.is_none()));
         for problem in dropping() {
-            assert!(problem.case.blocks.is_none(), "{}", problem.case);
+            let is_narrow = problem.pass == Pass::Backward && problem.dtype == DType::F16;
+            assert!(!is_narrow || problem.case.dropout <= 0.9, "{}", problem.case);
             let dims = problem.case.dims;
             let widest = dims.head_dim_qk.max(dims.head_dim_vo);
             match problem.arch {
