@@ -1,6 +1,6 @@
 //! Cases with block-sparse masks, and contents of lists that should not be.
 
-use hopper_attention::{Mask, Slot};
+use hopper_attention::{KernelInfo, Mask, Slot};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -70,6 +70,18 @@ pub fn modified_cases(grid: Grid) -> Vec<Case> {
     };
     // (The number of modifiers has no divisor in common with those of the other turns.)
     cases(grid).into_iter().enumerate().map(modified).collect()
+}
+
+/// Cases of a row with lists, without end: every kind in turn, with seeds that give lists per batch entry, per head and of full
+/// blocks. Rows for modified scores have a cap.
+pub fn cases_of_row(row: &KernelInfo) -> impl Iterator<Item = Case> + use<> {
+    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
+    let (qk, vo) = (row.head_dim_qk(), row.head_dim_vo());
+    let softcap = if row.needs_modifiers() { 20.0 } else { 0.0 };
+    kinds().cycle().enumerate().map(move |(i, blocks)| {
+        let case = Case::new(300, 700, qk, masks[i % 3]).head_dim_vo(vo).heads(2, 4, 2);
+        Case { seed: i as u64, ..case.blocks(blocks).softcap(softcap) }
+    })
 }
 
 /// The kinds of lists that are there.

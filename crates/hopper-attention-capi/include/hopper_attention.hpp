@@ -298,7 +298,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   }
 
   // Dropout of the weights: the probability, 0 (none) to below 1, with which one becomes 0 (hattn_forward_problem). The
-  // argument dropout_state of a run has the seed and the offset. Not for E4M3. On a GPU not beside lists of blocks.
+  // argument dropout_state of a run has the seed and the offset. Not for E4M3. docs/numerics.md lists the limits of GPUs.
   constexpr ForwardProblem& dropout(float probability) noexcept { return set(problem_.dropout, probability); }
 
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.

@@ -64,27 +64,27 @@ impl Gpu {
 
     /// The forward rows for lists of blocks.
     pub fn listed_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| is_listed(row) && !row.takes_modifiers()).collect()
+        self.chosen(kernels(), true, false)
     }
 
     /// The same for modified scores.
     pub fn listed_modified_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| is_listed(row) && row.takes_modifiers()).collect()
+        self.chosen(kernels(), true, true)
     }
 
     /// The backward rows for lists of blocks.
     pub fn listed_backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(|row| is_listed(row) && !row.takes_modifiers()).collect()
+        self.chosen(backward_kernels(), true, false)
     }
 
     /// The same for modified scores.
     pub fn listed_modified_backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(|row| is_listed(row) && row.takes_modifiers()).collect()
+        self.chosen(backward_kernels(), true, true)
     }
 
     /// Those that take modified scores, but those for lists of blocks.
     pub fn modified_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.takes_modifiers() && !is_listed(row)).collect()
+        self.chosen(kernels(), false, true)
     }
 
     /// Those of e4m3 operands.
@@ -100,7 +100,13 @@ impl Gpu {
 
     /// The backward rows that this GPU runs, and that take modified scores, but those for lists of blocks.
     pub fn modified_backward_rows(&self) -> Vec<KernelInfo> {
-        self.running(backward_kernels()).into_iter().filter(|row| row.takes_modifiers() && !is_listed(row)).collect()
+        self.chosen(backward_kernels(), false, true)
+    }
+
+    /// Those for lists of blocks or not, and that take modified scores or not.
+    fn chosen(&self, rows: &[KernelInfo], listed: bool, modified: bool) -> Vec<KernelInfo> {
+        let of_kind = |row: &KernelInfo| is_listed(row) == listed && row.takes_modifiers() == modified;
+        self.running(rows).into_iter().filter(of_kind).collect()
     }
 
     fn running(&self, rows: &[KernelInfo]) -> Vec<KernelInfo> {

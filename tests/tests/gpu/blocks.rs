@@ -5,7 +5,7 @@ use hopper_attention::{
     Arch, BackwardProblem, Bias, DType, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16,
 };
 use hopper_attention_tests::backward;
-use hopper_attention_tests::blocks::{Blocks, cases, kinds, modified_cases, spoil};
+use hopper_attention_tests::blocks::{Blocks, cases, cases_of_row, modified_cases, spoil};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::{OnDevice as GradientsOnDevice, same_bits as same_gradients};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
@@ -41,8 +41,8 @@ fn every_listed_row_takes_modifiers() {
 #[test]
 fn every_listed_backward_row_takes_modifiers() {
     let Some(gpu) = Gpu::open("every_listed_backward_row_takes_modifiers") else { return };
-    let cases = modified_cases(Grid::from_env()).into_iter().map(|case| case.max_logits(false));
     // Gradients have nothing to do with maximum logits.
+    let cases = modified_cases(Grid::from_env()).into_iter().map(|case| case.max_logits(false));
     let modified = |case: &Case| case.softcap != 0.0 || !case.alibi.is_none() || case.dropout != 0.0;
     let cases: Vec<Case> = cases.filter(modified).skip(2).step_by(5).collect();
     take(&gpu, &gpu.listed_modified_backward_rows(), &cases, "backward with lists of blocks and modifiers", BACKWARD);
@@ -62,13 +62,7 @@ fn wrong_contents_of_lists_follow_the_rule() {
 }
 
 fn spoiled_cases(row: &KernelInfo) -> Vec<Case> {
-    let count = Grid::from_env().pick(4, 12);
-    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
-    let case = |(i, blocks): (usize, Blocks)| {
-        let case = Case::new(300, 700, row.head_dim_qk(), masks[i % 3]).heads(2, 4, 2).blocks(blocks);
-        Case { seed: i as u64, softcap: if row.needs_modifiers() { 20.0 } else { 0.0 }, ..case }
-    };
-    kinds().cycle().take(count).enumerate().map(case).collect()
+    cases_of_row(row).take(Grid::from_env().pick(4, 12)).collect()
 }
 
 fn spoiled<T: Poison>(gpu: &Gpu, row: &KernelInfo) {

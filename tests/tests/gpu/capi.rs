@@ -7,7 +7,7 @@ use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result, sys};
 use hopper_attention::{BackwardProblem, KernelInfo, Mask, bf16};
 use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
-use hopper_attention_tests::blocks::{Blocks, kinds};
+use hopper_attention_tests::blocks::{cases_of_row, kinds};
 use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::OnDevice as OnDeviceBackward;
@@ -98,17 +98,6 @@ fn one_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     }
 }
 
-/// Cases of a row with lists of blocks: every kind, and seeds that give lists per batch entry, per head and of full blocks.
-fn listed_cases(row: &KernelInfo) -> Vec<Case> {
-    let masks = [Mask::Full, Mask::causal(), Mask::window(Some(100), Some(20))];
-    let case = |(i, blocks): (usize, Blocks)| {
-        let case = Case::new(300, 700, row.head_dim_qk(), masks[i % 3]).head_dim_vo(row.head_dim_vo());
-        let softcap = if row.needs_modifiers() { 20.0 } else { 0.0 };
-        Case { seed: i as u64, ..case.heads(2, 4, 2).blocks(blocks).softcap(softcap) }
-    };
-    kinds().enumerate().map(case).collect()
-}
-
 #[test]
 fn lists_of_blocks_through_c() {
     let Some(gpu) = Gpu::open("lists_of_blocks_through_c") else { return };
@@ -121,7 +110,7 @@ fn lists_of_blocks_through_c() {
 }
 
 fn one_listed_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    for case in listed_cases(row) {
+    for case in cases_of_row(row).take(kinds().count()) {
         let prepared = Prepared::<T>::new(&case);
         let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
         assert!(plan.describe().contains("blocks"), "{}", plan.describe());
@@ -142,7 +131,7 @@ fn one_listed_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
 
 fn one_listed_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     // The oracle of gradients is slow.
-    for (i, case) in listed_cases(row).into_iter().enumerate().step_by(2) {
+    for (i, case) in cases_of_row(row).take(kinds().count()).enumerate().step_by(2) {
         let prepared = backward::Prepared::<T>::new(&case);
         let options = BackwardProblem::builder(prepared.problem.forward()).d_lse(prepared.problem.takes_d_lse());
         let plan = Plan::new(&backward_problem(&options.deterministic(i % 4 == 0).build().unwrap()), 0).unwrap();

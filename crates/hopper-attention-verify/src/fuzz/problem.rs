@@ -218,7 +218,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     )
 }
 
-/// The largest head dim that kernels take with dropout and the mask of a case. Those that add a bias take it as with windows.
+/// The largest head dim that kernels take with dropout and the mask of a case. Those that add a bias
+/// take it as with windows, and those for lists of blocks have up to 128.
 fn widest_with_dropout(case: &Case) -> usize {
     match (case.mask, case.packing == Packing::default()) {
         _ if !case.bias.is_none() || !case.blocks.is_none() => 128,

@@ -183,7 +183,7 @@ struct BwdMma {
       }
       return slope;
     };
-    // The block of keys of the step. (Beside lists there is no register for it.)
+    // The block of keys of the step, where there may be lists. (Modified rows have no register for it beside them.)
     auto n_block_of_step = [&]() __attribute__((always_inline)) {
       return kIsListed && kModified ? warp_value(storage.tile[k.stage].block) : n_block;
     };
@@ -232,7 +232,7 @@ struct BwdMma {
           slope = factor_after(tS(4 * i - 1), slope);  // or ptxas begins with all of them, and spills
         }
         if (kIsListed && (kForm == Form::Far || kForm == Form::FarWithBias) && i > 0) {
-          inner = factor_after(tS(4 * i - 1), inner);
+          inner = factor_after(tS(4 * i - 1), inner);  // for the same reason
         }
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
@@ -278,7 +278,7 @@ struct BwdMma {
       int const m_block = visits.block(visit);
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
-        apply_mask_transposed<kMask, kM>(tS, band, n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4,
+        apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
@@ -362,7 +362,7 @@ struct BwdMma {
         if (more && is_copied(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
           WarpBias::begin(own_d_s(thread), bias_of_head(), visits.block(visit) * kM, scalars.seqlen_q,
-                          n_block_of_step() * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
+                          n_block * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
         }
       }
     };
@@ -378,8 +378,8 @@ struct BwdMma {
           return;
         }
         add_bias_transposed<kM, Traits::kBiasAtATime>(
-            tS, scalars.scale_log2, bias_of_head, n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4,
-            scalars.seqlen_kv, visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
+            tS, scalars.scale_log2, bias_of_head, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
+            visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
       }
     };
     // P of a block, from its scores.
@@ -543,7 +543,7 @@ struct BwdMma {
       }
       store_queries();
     };
-    // Whether there is a tile. (Beside lists there is no register for it.)
+    // Whether there is a tile. (Modified rows have no register for it beside lists.)
     auto has_tile = [&]() __attribute__((always_inline)) {
       return kIsListed && kModified ? warp_value(storage.tile[k.stage].batch) >= 0 : more;
     };
