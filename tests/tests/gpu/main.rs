@@ -1,5 +1,6 @@
 //! The suite that needs a GPU. Without one every test prints a line `skipped: no GPU (NAME)`; with `HATTN_REQUIRE_GPU=1`
 //! that is a failure. `HATTN_TEST_GRID=small` is for compute-sanitizer; `HATTN_TEST_RECORD=PATH` gets the table as JSON.
+//! `HATTN_TEST_ROWS='sm80 fwd|head_dim 96/96'` runs the kernels alone whose description has one of these texts.
 #![cfg(feature = "cuda")]
 
 mod accuracy;

@@ -67,7 +67,11 @@ CUTE_DEVICE void copy_tile(std::uint32_t tile, std::uint64_t head, std::int64_t 
   for (int pass = 0; pass < kRows / kRowsAPass; ++pass) {
     bool const there = !kRagged || first + row + pass * kRowsAPass < rows;
     CUTE_UNROLL
-    for (int slab = 0; slab < kHeadDim / kSlabColumns; ++slab) {
+    for (int slab = 0; slab < slabs(kHeadDim); ++slab) {
+      // The tile's last slab may be half full.
+      if (slab == kHeadDim / kSlabColumns && chunk * 8 >= kHeadDim % kSlabColumns) {
+        continue;
+      }
       bool const wanted = there && slab * kSlabColumns + chunk * 8 < columns;
       copy_chunk(target + (slab * kRows + pass * kRowsAPass) * kSlabRowBytes,
                  source + pass * kRowsAPass * row_bytes + slab * kSlabRowBytes, wanted ? 16 : 0);

@@ -31,6 +31,9 @@ namespace hattn {
 constexpr int kSlabColumns = 64;
 constexpr int kSlabRowBytes = 128;
 
+// How many slabs hold so many columns. The last may be half full.
+CUTE_HOST_DEVICE constexpr int slabs(int columns) { return (columns + kSlabColumns - 1) / kSlabColumns; }
+
 // What the index of a row's chunks is xor-ed with.
 template <int kRowBytes = kSlabRowBytes>
 CUTE_DEVICE constexpr int swizzle(int row) {

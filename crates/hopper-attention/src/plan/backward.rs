@@ -19,8 +19,8 @@ use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::lists::{ListParts, Lists};
 use super::packed::{Packed, table_bytes};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, PACKED_GROUP_BYTES, groups, groups_in_turns, groups_of_shares,
-    is_persistent, multiprocessors, resident, small, write_keys,
+    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, LISTED_GROUP_BYTES, PACKED_GROUP_BYTES, groups, groups_in_turns,
+    groups_of_shares, is_persistent, multiprocessors, resident, small, write_keys,
 };
 use super::shares::{self, Cut, Work};
 use super::target::{Planned, Target};
@@ -297,6 +297,7 @@ fn select_cut(
         _ if cut.in_cluster => [small(heads_kv), 1],
         (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
         (true, _) => [small(heads), 1],
+        (false, 1) if lists.is_some() => groups(even, heads, bytes, LISTED_GROUP_BYTES),
         (false, 1) => groups(even, heads, bytes, BACKWARD_GROUP_BYTES),
         (false, _) => groups_of_shares(even, heads, bytes),
     };

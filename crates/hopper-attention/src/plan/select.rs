@@ -114,7 +114,7 @@ pub struct Choice {
 ///
 /// Candidates are the rows that compute the problem on this GPU. (`fitting` finds them. They all have one instruction set: the
 /// one that the problem asks for, or else the newest that the GPU runs.) Candidates are ranked by, in this order:
-/// 1. the smallest head dims;
+/// 1. the smallest head dims (sm80: after the time);
 /// 2. for e4m3 with a head dim above 128: scores in f16 (only a candidate if the problem allows it:
 ///    [`half_scores`](crate::ForwardProblemBuilder::half_scores));
 /// 3. the least estimated time (`key_shares.rs` on sm90, but for e4m3 with a head dim above 128 `time_weight` and `border_keys`;
@@ -166,7 +166,7 @@ fn rank(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     row: &KernelInfo,
-) -> (usize, bool, u128, Reverse<usize>, Reverse<usize>, u32) {
+) -> (usize, bool, u128, usize, Reverse<usize>, Reverse<usize>, u32) {
     // (Where times are known, they tell which type is better.)
     let in_f32 = row.scores != DType::F16 && !is_fitted(row);
     let time = if is_fitted(row) {
@@ -182,7 +182,11 @@ fn rank(
         let padded = dims.seqlen_q.next_multiple_of(row.tile_m.max(1));
         (padded * time_weight(row)) as u128 * (dims.seqlen_kv + border_keys(row)) as u128
     };
-    (row.head_dim_qk + row.head_dim_vo, in_f32, time, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
+    // Of sm80 rows the times are comparable across head dims. Few tiles of head dim 96 are sooner done as tiles of 64 queries,
+    // which head dim 128 has.
+    let head_dims = row.head_dim_qk + row.head_dim_vo;
+    let first = if row.arch == Arch::Sm80 { 0 } else { head_dims };
+    (first, in_f32, time, head_dims, Reverse(resident(row, gpu)), Reverse(row.tile_m), row.row)
 }
 
 /// Whether the time that a kernel takes is known from a fit ([`key_shares`]): those of sm90, but for e4m3 operands with a head dim
@@ -210,22 +214,31 @@ fn is_drawn(problem: &ForwardProblem, row: &KernelInfo) -> bool {
         || (is_fitted(row) && row.tile_n <= 80 && !is_wide(row))
 }
 
-/// Estimated time of a launch of an sm80 kernel for 64 keys, in nanoseconds on an H100. Only tiles of 64 and of 128 queries are
-/// told apart by it.
+/// Estimated time of a launch of an sm80 kernel for 64 keys, in nanoseconds on an H100.
 ///
 /// A CTA has one tile. Where there are no more tiles than multiprocessors, the launch takes as long as a tile does alone. Where
-/// there are more, two take turns on a multiprocessor.
+/// there are more, as many take turns on a multiprocessor as fit there: two, or one.
 fn sm80_time(row: &KernelInfo, dims: Dims, gpu: &DeviceFacts) -> f64 {
-    // A tile alone, and one of two that share a multiprocessor (benches/LOG.md, entry 48).
+    // A tile alone, and one of two that share a multiprocessor (benches/LOG.md, entries 48 and 67). Tiles of 128 queries with more
+    // than 128 columns of V are always alone.
     let [alone, shared] = match (row.tile_m, row.head_dim_vo) {
         (..=64, ..=64) => [800.0, 900.0],
-        (..=64, _) => [1150.0, 1600.0],
+        (..=64, ..=128) => [1150.0, 1600.0],
+        (..=64, ..=192) => [1760.0, 2330.0],
+        (..=64, _) => [2280.0, 3450.0],
         (_, ..=64) => [1340.0, 1470.0],
-        _ => [2000.0, 2760.0],
+        (_, ..=96) => [1760.0, 2250.0],
+        (_, ..=128) => [2000.0, 2760.0],
+        (_, ..=192) => [2590.0, 2590.0],
+        _ => [3590.0, 3590.0],
     };
     let tiles = dims.seqlen_q.div_ceil(row.tile_m.max(1)) as f64 * (dims.batch * dims.heads_q) as f64;
     let multiprocessors = gpu.multiprocessors.max(1) as f64;
-    if tiles <= multiprocessors { alone } else { shared * (tiles / (2.0 * multiprocessors)).max(1.0) }
+    let at_once = resident(row, gpu).clamp(1, 2) as f64;
+    match tiles <= multiprocessors || at_once < 2.0 {
+        true => alone * (tiles / multiprocessors).max(1.0),
+        false => shared * (tiles / (at_once * multiprocessors)).max(1.0),
+    }
 }
 
 /// Estimated time for one query and one key, of an e4m3 kernel with a head dim above 128. The unit is a hundredth of the time that

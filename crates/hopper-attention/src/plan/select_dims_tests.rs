@@ -93,15 +93,20 @@ fn packed_problems_of_large_head_dims_take_the_row_of_dense_ones() {
     }
 }
 
-/// The rows of [`both`], and those above head dim 128 of both instruction sets. Those of sm80 have the real sizes.
+/// The rows of [`both`], and those of head dim 96 and above 128 of both instruction sets. Those of sm80 have the real sizes.
 fn wide_of_both() -> Vec<KernelInfo> {
     let mut rows = wide();
     rows.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
     for mask in [MaskClass::Full, MaskClass::Causal] {
-        for (qk, vo, tile_n, stages, threads, kib) in
-            [(192, 128, 64, 1, 128, 88), (192, 192, 64, 2, 256, 96), (256, 256, 32, 2, 256, 96)]
-        {
-            let row = row(rows.len() as u32, mask, qk, 128);
+        for (qk, vo, tile_m, tile_n, stages, threads, kib) in [
+            (96, 96, 128, 64, 2, 128, 96),
+            (192, 128, 128, 64, 1, 128, 88),
+            (192, 192, 64, 64, 1, 128, 72),
+            (192, 192, 128, 64, 2, 256, 96),
+            (256, 256, 64, 64, 1, 128, 96),
+            (256, 256, 128, 32, 2, 256, 96),
+        ] {
+            let row = row(rows.len() as u32, mask, qk, tile_m);
             let smem_bytes = (kib << 10) + 256;
             let sm80 = KernelInfo { arch: Arch::Sm80, head_dim_vo: vo, tile_n, stages, threads, smem_bytes, ..row };
             rows.push(KernelInfo { packs: true, ..sm80 });
@@ -110,32 +115,41 @@ fn wide_of_both() -> Vec<KernelInfo> {
     rows
 }
 
-/// Above head dim 128 all GPUs of compute capability 8.0 and later run the same rows. Only head dims 192 and 128 leave room for
-/// a second CTA, on a GPU with the shared memory for it.
+/// Every GPU of compute capability 8.0 and later runs every head dim. Tiles of 64 queries are for GPUs with shared memory for two
+/// CTAs: with eight warps to a CTA, a tile of 128 queries is the better one where a multiprocessor has one CTA.
 #[test]
 fn larger_head_dims_run_on_every_gpu() {
     let rows = wide_of_both();
-    for (qk, vo, row, on_h100) in [
-        (192, 128, (192, 128), 2),
-        (136, 8, (192, 128), 2),
-        (192, 136, (192, 192), 1),
-        (64, 192, (192, 192), 1),
-        (200, 72, (256, 256), 1),
-        (256, 256, (256, 256), 1),
-        (128, 128, (128, 128), 2),
+    // The tile and the CTAs of a multiprocessor, on 9.0, on 8.0 and on 8.6 or 8.9.
+    for (qk, vo, row, [on_h100, on_a100, on_others]) in [
+        (96, 96, (96, 96), [(128, 2), (128, 2), (128, 1)]),
+        (80, 8, (96, 96), [(128, 2), (128, 2), (128, 1)]),
+        (192, 128, (192, 128), [(128, 2), (128, 1), (128, 1)]),
+        (136, 8, (192, 128), [(128, 2), (128, 1), (128, 1)]),
+        (192, 136, (192, 192), [(64, 2), (64, 2), (128, 1)]),
+        (64, 192, (192, 192), [(64, 2), (64, 2), (128, 1)]),
+        (200, 72, (256, 256), [(64, 2), (128, 1), (128, 1)]),
+        (256, 256, (256, 256), [(64, 2), (128, 1), (128, 1)]),
+        (128, 128, (128, 128), [(128, 2), (128, 2), (128, 1)]),
     ] {
         let dims = Dims { head_dim_qk: qk, head_dim_vo: vo, ..DIMS };
         for mask in [Mask::Full, Mask::causal()] {
             let given = problem(dims, mask);
             assert_eq!(select(&given, &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
             let asked = given.to_builder().arch(Arch::Sm80).build().unwrap();
-            for (problem, gpu) in [(&asked, &H100), (&given, &A100), (&given, &A10), (&given, &L40S)] {
+            for (problem, gpu, (tile, ctas)) in [
+                (&asked, &H100, on_h100),
+                (&given, &A100, on_a100),
+                (&given, &A10, on_others),
+                (&given, &L40S, on_others),
+            ] {
                 let choice = select(problem, gpu, &rows).unwrap();
                 let kernel = choice.kernel;
+                // Of head dim 96 one CTA fits on 8.0, and two of a row of head dim 128.
+                let row = if row.0 == 96 && gpu.arch == A100.arch { (128, 128) } else { row };
                 assert_eq!((kernel.arch, kernel.head_dim_qk, kernel.head_dim_vo), (Arch::Sm80, row.0, row.1));
-                assert_eq!((choice.grid, choice.tiles, choice.m_tiles), (256, 256, 8), "{choice}");
-                let ctas =
-                    if gpu.arch == H100.arch || qk.max(vo) <= 128 && gpu.arch == A100.arch { on_h100 } else { 1 };
+                let tiles = 32 * 1024 / tile as i32; // of 32 heads with 1000 queries
+                assert_eq!((kernel.tile_m, choice.grid, choice.tiles), (tile, tiles, tiles), "{choice}");
                 assert_eq!(resident(&kernel, gpu), ctas, "{kernel} on {:?}", gpu.arch);
             }
             if row.0 > 128 {
@@ -144,6 +158,19 @@ fn larger_head_dims_run_on_every_gpu() {
             }
         }
     }
+}
+
+/// sm80: few tiles of head dim 96 run as tiles of 64 queries, which head dim 128 has.
+#[test]
+fn few_tiles_of_head_dim_96_are_small() {
+    let row = |heads| {
+        let dims = Dims::new(1, 2048, heads, 96);
+        let asked = problem(dims, Mask::causal()).to_builder().arch(Arch::Sm80).build().unwrap();
+        let kernel = select(&asked, &H100, &wide_of_both()).unwrap().kernel;
+        (kernel.head_dim_qk, kernel.tile_m)
+    };
+    assert_eq!(row(4), (128, 64));
+    assert_eq!(row(32), (96, 128));
 }
 
 /// What sm80 kernels do not have is refused by the name of the instruction set, also where sm90 kernels have it.
@@ -160,7 +187,8 @@ fn larger_head_dims_are_refused_with_the_instruction_set() {
     narrow.extend(both().into_iter().filter(|row| row.arch == Arch::Sm80));
     assert_eq!(select(&of(256), &H100, &narrow).unwrap().kernel.arch, Arch::Sm90);
     let up_to_128 = "up to 64 with 64, up to 128 with 128";
-    let up_to_256 = &format!("{up_to_128}, up to 192 with 128, up to 192 with 192, up to 256 with 256");
+    let up_to_256 =
+        &format!("{up_to_128}, up to 96 with 96, up to 192 with 128, up to 192 with 192, up to 256 with 256");
     for (rows, head_dim, nearest) in [(&narrow, 256, up_to_128), (&wide_of_both(), 264, up_to_256)] {
         let asked = of(head_dim).to_builder().arch(Arch::Sm80).build().unwrap();
         for (problem, gpu) in [(&asked, &H100), (&of(head_dim), &A100), (&of(head_dim), &L40S)] {

@@ -46,6 +46,8 @@ pub(super) const MOST_BYTES: usize = 256 << 20;
 /// From how many bytes on the query heads of a KV head are given to shares of their own under a mask, and which part of the
 /// steps that may cost. The bytes are what the tiles of the KV head read and add to.
 const FAR_BYTES: usize = 64 << 20;
+/// The same without a mask, for each query head. (There each head is a group of its own: two heads are in use at most.)
+const FAR_HEAD_BYTES: usize = 32 << 20;
 const FAR_COST: f64 = 0.033;
 
 /// How tiles are cut.
@@ -249,7 +251,10 @@ impl Work {
         // Of those that are as good as the best, the fewest shares.
         let best = times.iter().map(|(_, time)| *time).fold(f64::INFINITY, f64::min);
         let fastest = times.iter().find(|(_, time)| *time <= best * AS_GOOD).map_or(1, |(shares, _)| *shares);
-        let is_far = self.bytes >= FAR_BYTES && !self.is_even();
+        let is_far = match self.is_even() {
+            true => self.bytes / self.group.max(1) >= FAR_HEAD_BYTES,
+            false => self.bytes >= FAR_BYTES,
+        };
         let far = is_far && self.cost(self.group) <= FAR_COST && fits(&self.group);
         if far { fastest.max(self.group) } else { fastest }
     }

@@ -4,11 +4,12 @@
 //
 // A CTA computes one tile of 128 queries of one query head, and ends. The grid has a CTA for each tile, in the order of
 // common/tile_scheduler.hpp: under a mask the GPU starts the longest tiles first. Two CTAs share a multiprocessor, so
-// that one multiplies while the other exponentiates or writes O. (At head dims 192 and 256 of V a CTA is alone.) A tile
-// visits blocks of kTileN keys, from the last to the first (common/visits.hpp).
+// that one multiplies while the other exponentiates or writes O. (At head dims 192 and 256 of V a CTA of eight warps is
+// alone.) A tile visits blocks of kTileN keys, from the last to the first (common/visits.hpp).
 //
-// Roles. A CTA has four warps of 32 queries each: two strips of 16. Where V has more than 128 columns, a CTA has eight
-// warps of one strip. No warp needs the scores of another. Each warp takes part in every step:
+// Roles. A CTA has four warps of 32 queries each: two strips of 16. Tiles of 64 queries have four warps of one strip.
+// Where V has more than 128 columns, tiles of 128 queries have eight warps of one strip. No warp needs the scores of
+// another. Each warp takes part in every step:
 // 1. every thread copies its share of Q, K and V to shared memory (cp.async, load.hpp);
 // 2. a warp reads operands from there (ldmatrix), multiplies (mma.sync m16n8k16) and exponentiates (mma.hpp);
 // 3. a warp writes its rows of O and of the log-sum-exp (epilogue.hpp).
@@ -27,26 +28,32 @@
 //
 //     head dims  tile    stages  warps  Q      K          V          all
 //     256/256    128x32  2       8      64 KB  2 x 16 KB  2 x 16 KB  96 KB, Q over one stage
+//     256/256    64x64   1       4      32 KB  32 KB      32 KB      96 KB
 //     192/192    128x64  2       8      48 KB  2 x 24 KB  2 x 24 KB  96 KB, Q over one stage
+//     192/192    64x64   1       4      24 KB  24 KB      24 KB      72 KB
 //     192/128    128x64  1       4      48 KB  24 KB      16 KB      88 KB
 //     128/128    128x64  2       4      32 KB  2 x 16 KB  2 x 16 KB  96 KB
 //     128/128    128x64  1       4      32 KB  16 KB      16 KB      64 KB
+//     96/96      128x64  2       4      32 KB  2 x 16 KB  2 x 16 KB  96 KB, a quarter of it unused
 //     64/64      128x64  2       4      16 KB  2 x 8 KB   2 x 8 KB   48 KB
 //
-// A block of 32 keys at head dim 256: of a tile of 64 queries and blocks of 64 keys, K and V would be copied twice as
-// often, and four warps would have the multiprocessor for themselves.
+// Two CTAs with tiles of 64 queries copy K and V twice as often as one of 128, and are 8 to 16% faster all the same:
+// one multiplies while the other waits or exponentiates (benches/LOG.md, entry 67).
 //
 // Registers of a thread:
 //
 //     head dims  strips  O    scores  Q
-//     256/256    1       128  16      64
+//     256/256    1       128  16      64     128x32
+//     256/256    1       128  32      (64)   64x64
 //     192/192    1       96   32      48
 //     192/128    2       128  64      (96)
 //     128/128    2       128  64      (64)
+//     96/96      2       96   64      (48)
 //     64/64      2       64   64      32
 //
-// Where it fits, the operand Q stays in registers. At 128/128 and 192/128 it does not: O, the scores (which become P in
-// place) and the operands of one step take all but some 20 of 255. So little else is kept from block to block.
+// Where it fits, the operand Q stays in registers. At 128/128, 192/128 and 96/96 it does not: at 128 columns of V, O,
+// the scores (which become P in place) and the operands of one step take all but some 20 of 255. So little else is kept
+// from block to block.
 #pragma once
 
 #include "sm80/fwd/epilogue.hpp"

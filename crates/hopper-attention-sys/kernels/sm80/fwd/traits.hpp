@@ -48,19 +48,20 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kCtas = 65536 / 256 / kThreads;
   static_assert(kTileM % kWarpRows == 0 && (kThreads == 128 || kThreads == 256), "eight warps a multiprocessor");
   static_assert(kTileN % 16 == 0 && kTileN >= kWarpRows, "the edge of a mask lies in two blocks of a warp at most");
-  static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
+  static_assert(kHeadDimQK % 32 == 0 && kHeadDimVO % 32 == 0,
+                "tiles are made of slabs, the last of them may be half full");
   static_assert(kStages == 1 || kStages == 2, "a stage is loaded while the other is used");
 
-  // A thread's registers of O, of the scores and of the operand Q.
-  static constexpr int kBigRegisters = kStrips * (kHeadDimVO / 2 + kTileN / 2 + kHeadDimQK / 4);
-  // Where there are so many, Q is read from shared memory once.
-  static constexpr bool kQueriesInRegisters = kBigRegisters <= 208;
-  // Elsewhere registers are short: what is needed once a block waits in shared memory or is computed anew.
-  static constexpr bool kRegistersShort = kBigRegisters > 176;
+  // A thread's registers of O and of the scores, and of the operand Q.
+  static constexpr int kOwnRegisters = kStrips * (kHeadDimVO / 2 + kTileN / 2);
+  static constexpr int kOfQueries = kStrips * (kHeadDimQK / 4);
+  // Where they suffice, Q is read from shared memory once.
+  static constexpr bool kQueriesInRegisters = kOwnRegisters + kOfQueries <= (kStrips == 2 ? 176 : 208);
+  // Where few are left, what is needed once a block waits in shared memory or is computed anew.
+  static constexpr bool kRegistersShort = kOwnRegisters + (kQueriesInRegisters ? kOfQueries : 0) > 176;
 
   // Where each warp has one strip, Q waits in the place of a stage until it is in registers. So two stages fit 99 KB.
-  static constexpr bool kQueriesInStage = kQueriesInRegisters && kStrips == 1 && kHeadDimVO > 128;
-  static_assert(!kQueriesInStage || kStages == 2, "Q lies over the stage that is loaded second");
+  static constexpr bool kQueriesInStage = kQueriesInRegisters && kStrips == 1 && kHeadDimVO > 128 && kStages == 2;
 
   // This thread's index in the CTA. Where registers are short it is read anew at each call, so that what follows from
   // it does not stay in them.
@@ -75,9 +76,10 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     KeyVisits visits;
   };
   struct Nothing {};
-  static constexpr int kQueriesSize = kTileM * kHeadDimQK;  // in elements
-  static constexpr int kKeysSize = kTileN * kHeadDimQK;
-  static constexpr int kStageSize = kTileN * (kHeadDimQK + kHeadDimVO);
+  static constexpr int kColumnsQK = slabs(kHeadDimQK) * kSlabColumns;
+  static constexpr int kQueriesSize = kTileM * kColumnsQK;  // in elements
+  static constexpr int kKeysSize = kTileN * kColumnsQK;
+  static constexpr int kStageSize = kKeysSize + kTileN * slabs(kHeadDimVO) * kSlabColumns;
   struct Apart {
     alignas(128) Element q[kQueriesSize];
     alignas(128) Element k[kStages][kKeysSize];
