@@ -411,3 +411,22 @@ fn a_described_gpu_is_planned_for_with_the_kernels_of_the_build() {
         Err(error) => assert!(backward_kernels().is_empty(), "{error}"),
     }
 }
+
+/// With lists of blocks a group has the heads whose tiles access 16 MiB in common, and one at least: each CTA is elsewhere in its
+/// lists, so that all of it is in use at a time.
+#[test]
+fn lists_of_blocks_have_small_groups() {
+    let mask = crate::problem::BlockMask::new(2).per_head(true).full_blocks(true);
+    let listed: Vec<_> = rows().into_iter().map(|row| KernelInfo { mask: MaskClass::Blocks, ..row }).collect();
+    let group = |seqlen: usize, head_dim: usize, lists| {
+        let dims = Dims::new(1, seqlen, 2048 / head_dim, head_dim);
+        let forward =
+            ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).block_mask(lists).build().unwrap();
+        let table = if lists.is_some() { &listed } else { &rows() };
+        select_backward(&BackwardProblem::builder(&forward).build().unwrap(), &H100, table).unwrap().heads_per_group
+    };
+    // Q and dO in two bytes and the sums of dQ in four: 8 or 4 bytes a query and column of both.
+    assert_eq!([64, 128].map(|head_dim| group(16384, head_dim, Some(mask))), [2, 1]);
+    assert_eq!([64, 128].map(|head_dim| group(4096, head_dim, Some(mask))), [8, 4]);
+    assert_eq!([64, 128].map(|head_dim| group(4096, head_dim, None)), [16, 16]);
+}

@@ -381,5 +381,13 @@ mod tests {
         assert_eq!(causal(4, 8, 32768).cut().shares, 4);
         assert_eq!(Work { bytes: FAR_BYTES - 1, ..causal(4, 8, 32768) }.cut().shares, 1);
         assert_eq!(causal(1, 16, 32768).cut().shares, 1);
+        // The same without a mask.
+        let full = |group: usize, heads, seqlen: usize| Work {
+            steps: vec![group * seqlen / 64; seqlen / 128],
+            ..causal(group, heads, seqlen)
+        };
+        assert_eq!(full(8, 1, 65536).cut(), Cut::all(8, false));
+        assert_eq!(full(4, 4, 32768).cut(), Cut::all(4, false));
+        assert_ne!(full(4, 8, 16384).cut(), Cut::all(4, false));
     }
 }
