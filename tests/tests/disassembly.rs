@@ -289,8 +289,8 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
         // One after a tile was drawn, one a block of queries and one before the last dQ; and where P is handed over, in
         // each chunk of a block, one that arrives and one that waits.
         Pass::Backward => 3 + 2 * chunks(row),
-        // One a block of keys with two stages, two with one. Above head dim 128 Q is read before the first block.
-        _ => 3 - row.stages() + usize::from(row.head_dim_vo() > 128),
+        // One a block of keys with two stages, two with one. Where Q lies over one of two stages, it is read before the first block.
+        _ => 3 - row.stages() + usize::from(row.head_dim_vo() > 128 && row.stages() == 2),
     };
     let (found, wanted) = (compiled.count("BAR"), compiled.codes() * barriers);
     if found != wanted {
