@@ -46,7 +46,8 @@ pub(super) const MOST_BYTES: usize = 256 << 20;
 /// From how many bytes on the query heads of a KV head are given to shares of their own under a mask, and which part of the
 /// steps that may cost. The bytes are what the tiles of the KV head read and add to.
 const FAR_BYTES: usize = 64 << 20;
-/// The same without a mask, for each query head. (There each head is a group of its own: two heads are in use at most.)
+/// The same without a mask, for each query head, where tiles take no turns. (There each head is a group of its own: two heads
+/// are in use at most. With turns it was not measured.)
 const FAR_HEAD_BYTES: usize = 32 << 20;
 const FAR_COST: f64 = 0.033;
 
@@ -252,7 +253,7 @@ impl Work {
         let best = times.iter().map(|(_, time)| *time).fold(f64::INFINITY, f64::min);
         let fastest = times.iter().find(|(_, time)| *time <= best * AS_GOOD).map_or(1, |(shares, _)| *shares);
         let is_far = match self.is_even() {
-            true => self.bytes / self.group.max(1) >= FAR_HEAD_BYTES,
+            true => !self.ordered && self.bytes / self.group.max(1) >= FAR_HEAD_BYTES,
             false => self.bytes >= FAR_BYTES,
         };
         let far = is_far && self.cost(self.group) <= FAR_COST && fits(&self.group);
@@ -389,5 +390,6 @@ mod tests {
         assert_eq!(full(8, 1, 65536).cut(), Cut::all(8, false));
         assert_eq!(full(4, 4, 32768).cut(), Cut::all(4, false));
         assert_ne!(full(4, 8, 16384).cut(), Cut::all(4, false));
+        assert_ne!(Work { ordered: true, ..full(8, 1, 65536) }.cut(), Cut::all(8, false));
     }
 }
