@@ -15,7 +15,8 @@ endif()
 #   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more])`, where `more` is the type of scores
 #   (sm90/fp8), or `modified` (sm90/fwd, sm90/bwd).
 #   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS). A list without such a row adds nothing:
-#   only the lists sm90/fwd and sm80/fwd have head dim 96, only forward lists have head dims above 128, and only sm90/fp8 has E4M3. Of the kept rows it makes
+#   only the lists sm90/fwd and sm80/fwd have head dim 96, only forward lists have head dims above 128, and only sm90/fp8 has E4M3.
+#   Of the kept rows it makes
 #     - for the launch table bwd_rows.def (of the pass bwd) or fwd_rows.def: the kept rows, in their order, after those of earlier
 #       lists;
 #     - objects of the library hattn_kernels: sources that include launch.hpp, beside the list, and say

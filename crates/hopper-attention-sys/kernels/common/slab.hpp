@@ -17,7 +17,8 @@
 //
 // Some slabs have rows of 64 bytes:
 // - A tile of e4m3 elements has slabs of 128 columns, or of 64 where the head dim is no multiple of 128.
-// - A tile of 16-bit elements has slabs of 32 columns where the head dim is no multiple of 64.
+// - A tile of 16-bit elements of sm90 has slabs of 32 columns where the head dim is no multiple of 64. (In sm80 kernels
+//   the last of its slabs of 64 columns is half full.)
 //
 // Such a row has four chunks, whose index is xor-ed with bits 1 and 2 of the row (the 64-byte swizzle). Two rows take
 // 128 bytes, so the same chunk of eight consecutive rows lies in eight different groups of banks here, too.

@@ -425,7 +425,7 @@ fn lists_of_blocks_have_small_groups() {
         let table = if lists.is_some() { &listed } else { &rows() };
         select_backward(&BackwardProblem::builder(&forward).build().unwrap(), &H100, table).unwrap().heads_per_group
     };
-    // Q and dO in two bytes and the sums of dQ in four: 8 or 4 bytes a query and column of both.
+    // A query takes 8 bytes a column: Q and dO two each, and the sum of dQ four.
     assert_eq!([64, 128].map(|head_dim| group(16384, head_dim, Some(mask))), [2, 1]);
     assert_eq!([64, 128].map(|head_dim| group(4096, head_dim, Some(mask))), [8, 4]);
     assert_eq!([64, 128].map(|head_dim| group(4096, head_dim, None)), [16, 16]);

@@ -41,7 +41,7 @@ const LAST_GROUP_BYTES: usize = 32 << 20;
 /// The most bytes that the tiles of a group read, or add to, in a backward pass. With more, so little stays in the second-level
 /// cache that CTAs which lag behind, and find nothing there, fall behind further (benches/LOG.md, entry 34).
 pub(super) const BACKWARD_GROUP_BYTES: usize = 512 << 20;
-/// The same with lists of blocks. Each CTA is elsewhere in its own lists, so that all of it is in use at a time (entry 66).
+/// The same with lists of blocks. Each CTA is elsewhere in its own lists, so that all of it is in use at a time (entry 68).
 pub(super) const LISTED_GROUP_BYTES: usize = 16 << 20;
 /// The same of packed sequences, where a group is of one sequence. One of 32k queries among short ones, with 16 heads of 32 MiB
 /// in a group: 0.58 of the speed of 16k queries (benches/LOG.md, entry 43).

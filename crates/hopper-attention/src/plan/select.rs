@@ -234,10 +234,10 @@ fn sm80_time(row: &KernelInfo, dims: Dims, gpu: &DeviceFacts) -> f64 {
     };
     let tiles = dims.seqlen_q.div_ceil(row.tile_m.max(1)) as f64 * (dims.batch * dims.heads_q) as f64;
     let multiprocessors = gpu.multiprocessors.max(1) as f64;
-    let at_once = resident(row, gpu).clamp(1, 2) as f64;
-    match tiles <= multiprocessors || at_once < 2.0 {
-        true => alone * (tiles / multiprocessors).max(1.0),
-        false => shared * (tiles / (at_once * multiprocessors)).max(1.0),
+    if tiles > multiprocessors && resident(row, gpu) > 1 {
+        shared * (tiles / (2.0 * multiprocessors)).max(1.0)
+    } else {
+        alone * (tiles / multiprocessors).max(1.0)
     }
 }
 

@@ -43,12 +43,13 @@ pub(super) const MOST: usize = 32;
 const MOST_TILES: usize = 1 << 14;
 /// The most bytes that the sums of dK and dV may take, if they take more than the sums of dQ.
 pub(super) const MOST_BYTES: usize = 256 << 20;
-/// From how many bytes on the query heads of a KV head are given to shares of their own under a mask, and which part of the
-/// steps that may cost. The bytes are what the tiles of the KV head read and add to.
+/// From how many bytes on the query heads of a KV head are given to shares of their own under a mask. The bytes are what the
+/// tiles of the KV head read and add to.
 const FAR_BYTES: usize = 64 << 20;
 /// The same without a mask, for each query head, where tiles take no turns. (There each head is a group of its own: two heads
 /// are in use at most. With turns it was not measured.)
 const FAR_HEAD_BYTES: usize = 32 << 20;
+/// Which part of the steps these shares may cost.
 const FAR_COST: f64 = 0.033;
 
 /// How tiles are cut.

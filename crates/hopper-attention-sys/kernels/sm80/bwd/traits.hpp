@@ -169,7 +169,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
-  static constexpr int kSlabsS = (kTileM + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabsS = slabs(kTileM);
   // What the other kernel reads from constants or keeps in registers.
   struct OfPacked {
     Band band;     // the tile's
