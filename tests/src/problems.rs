@@ -271,6 +271,15 @@ fn heads() -> Vec<Case> {
         cases.push(Case::new(1, 300, 128, mask).heads(16, 32, 8));
         cases.push(Case::new(140, 200, 256, mask).heads(20, 9, 9));
         cases.push(Case::new(200, 140, 192, mask).head_dim_vo(128).heads(9, 20, 4));
+        // Heads that begin in the middle of a sector of memory, of either operand or of both; and those of 160.
+        for (head_dim, head_dim_vo) in [(72, 72), (88, 88), (72, 88), (80, 72), (88, 8), (160, 160), (136, 152)] {
+            for (batch, heads_q, heads_kv) in [(2, 4, 4), (1, 12, 3), (2, 2, 1), (1, 3, 3)] {
+                let case = Case::new(200, 260, head_dim, mask).head_dim_vo(head_dim_vo);
+                cases.push(case.heads(batch, heads_q, heads_kv));
+            }
+            let values = Values::Garbage(Input::V, Garbage::Nan);
+            cases.push(Case { values, ..Case::new(140, 260, head_dim, mask).head_dim_vo(head_dim_vo).heads(9, 20, 4) });
+        }
     }
     cases
 }
@@ -282,6 +291,7 @@ fn placements() -> Vec<Case> {
             for (head_dim, head_dim_vo, heads) in [
                 (64, 64, (2, 4, 2)),
                 (96, 96, (2, 4, 2)),
+                (72, 88, (2, 4, 2)),
                 (128, 128, (2, 4, 2)),
                 (56, 56, (3, 3, 1)),
                 (64, 64, (1, 1, 1)),

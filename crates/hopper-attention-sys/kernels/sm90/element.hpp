@@ -29,20 +29,27 @@ CUTE_DEVICE void store_pairs(Element* tile, int row, int lane, Pair const& pair)
 }
 
 // The same from f32, in slabs of rows of kRowBytes bytes: each of a thread's two rows is multiplied by its factor and
-// converted. `see(row, a, b)` is called with every two pairs of a row.
+// converted. `see(row, a, b)` is called with every two pairs of a row. `rotation`: by how many columns those of the
+// accumulator are rotated, 0, 8 or -8. They are stored as they are without it.
 template <int kRows, int kColumns, int kRowBytes = kSlabRowBytes, class Element, class Accumulator, class See>
 CUTE_DEVICE void store_accumulator(Element* tile, int row, int lane, Accumulator const& values,
-                                   float const (&factors)[2], See const& see) {
-  std::uint32_t const address = slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(tile), row + lane % 16, lane / 16);
+                                   float const (&factors)[2], See const& see, int rotation = 0) {
+  constexpr int kSteps = kColumns / 16;
+  int const half = lane / 16;
+  std::uint32_t const address =
+      slab_address<kRowBytes>(cute::cast_smem_ptr_to_uint(tile), row + lane % 16, rotation == 0 ? half : 1 - half);
+  bool const is_earlier = rotation > 0 && half == 0;
+  bool const is_later = rotation < 0 && half == 1;
   CUTE_UNROLL
-  for (int i = 0; i < kColumns / 16; ++i) {
+  for (int i = 0; i < kSteps; ++i) {
+    int const step = is_earlier ? (i + kSteps - 1) % kSteps : is_later ? (i + 1) % kSteps : i;
     std::uint32_t words[4];
     CUTE_UNROLL
     for (int j = 0; j < 4; ++j) {
       int const at = 8 * i + 2 * j;
       words[j] = pack_pair<Element>(values(at) * factors[j % 2], values(at + 1) * factors[j % 2]);
     }
-    store_matrices(ColumnsOf<kRowBytes>::of_step(i).template from<kRows>(address), words[0], words[1], words[2],
+    store_matrices(ColumnsOf<kRowBytes>::of_step(step).template from<kRows>(address), words[0], words[1], words[2],
                    words[3]);
     see(0, words[0], words[2]);
     see(1, words[1], words[3]);

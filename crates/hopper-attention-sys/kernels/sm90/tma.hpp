@@ -20,13 +20,22 @@ CUTE_DEVICE void prefetch_maps(Maps const&... maps) {
   (cute::prefetch_tma_descriptor(&maps), ...);
 }
 
-// Copies rows [row, row + kRows) of one head into a tile; what lies beyond the tensor reads as zero.
+// The first column of the head that a box brings to column `column` of a tile.
+template <int kHeadDim, int kColumns>
+CUTE_DEVICE int rotated_begin(int column, int rotation) {
+  int const begin = column - rotation;
+  return column + kColumns == kHeadDim && rotation < 0 ? begin - kHeadDim : begin;
+}
+
+// Copies rows [row, row + kRows) of one head into a tile; what lies beyond the tensor reads as zero. `rotation`: of
+// the head's columns in the tile (fwd/rotation.hpp).
 template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile, int row, int head,
-                           int batch) {
+                           int batch, int rotation = 0) {
   CUTE_UNROLL
   for (int column = 0; column < kHeadDim; column += kColumns) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows, column, row, head, batch);
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, hint, tile + column * kRows,
+                                 rotated_begin<kHeadDim, kColumns>(column, rotation), row, head, batch);
   }
 }
 
@@ -43,8 +52,8 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int con
 // The same of rows that are given by their coordinates.
 template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile,
-                           DenseRows const& rows) {
-  load_tile<kRows, kHeadDim, kColumns>(map, full, hint, tile, rows.row, rows.head, rows.place);
+                           DenseRows const& rows, int rotation = 0) {
+  load_tile<kRows, kHeadDim, kColumns>(map, full, hint, tile, rows.row, rows.head, rows.place, rotation);
 }
 template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int consumer, DenseRows const& rows) {
@@ -54,10 +63,11 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, Element const* tile, int con
 // The same by a packed map.
 template <int kRows, int kHeadDim, int kColumns = kSlabColumns, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, Mbarrier& full, std::uint64_t hint, Element* tile,
-                           PackedRows const& rows) {
+                           PackedRows const& rows, int rotation = 0) {
   CUTE_UNROLL
   for (int column = 0; column < kHeadDim; column += kColumns) {
-    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, hint, tile + column * kRows, column, rows.row, rows.head,
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, hint, tile + column * kRows,
+                                 rotated_begin<kHeadDim, kColumns>(column, rotation), rows.row, rows.head,
                                  int{kPackedEnd}, rows.place);
   }
 }

@@ -74,8 +74,9 @@ fn is_listed(slot: Slot) -> bool {
 fn moved_by_tma(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
     let (shape, strides) = (raw.layout.shape(), raw.layout.stride());
     let head_dim = shape.last().copied().unwrap_or(0);
-    // A dimension of size 1 never uses its stride, so the caller's may be anything. TMA still needs a legal one: head_dim.
-    let mut regular = [i64::try_from(head_dim).unwrap_or(i64::MAX); 3];
+    // A dimension of size 1 never uses its stride, so the caller's may be anything. TMA still needs a legal one. This is a multiple
+    // of 32 bytes, so that it does not look as if it put rows in the middle of a sector (rotation.hpp of the kernels).
+    let mut regular = [i64::try_from(head_dim.next_multiple_of(16)).unwrap_or(i64::MAX); 3];
     if !raw.layout.is_empty() {
         check_address(slot, raw, ALIGNMENT)?;
         let missing = MAX_RANK.saturating_sub(shape.len());

@@ -15,6 +15,7 @@
 #include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
+#include "sm90/fwd/rotation.hpp"
 #include "sm90/fwd/traits.hpp"
 
 namespace hattn::sm90 {
@@ -58,7 +59,8 @@ struct Epilogue {
   // Puts O, multiplied by `inverse`, where the storing warp takes it from. The result has looked at it, if the kernel
   // does.
   template <class Output>
-  CUTE_DEVICE static OutputLooks<Traits> stage_output(Storage& storage, int buffer, int consumer, Output const& output,
+  CUTE_DEVICE static OutputLooks<Traits> stage_output(FwdParams const& params, typename Traits::Scalars const& scalars,
+                                                      Storage& storage, int buffer, int consumer, Output const& output,
                                                       float const (&inverse)[2]) {
     int const thread = Traits::thread_index();
     OutputLooks<Traits> looks;
@@ -68,7 +70,8 @@ struct Epilogue {
           if constexpr (kLooksAtOutput<Traits>) {
             looks.see(row, a, b);
           }
-        });
+        },
+        rotation_of_output<Traits>(params, scalars, storage.tile[buffer]));
     if constexpr (Traits::kMask != MaskClass::Full) {
       looks.template see_sums<Element>(inverse);
     }
@@ -104,10 +107,15 @@ struct Epilogue {
     }
   }
 
-  // Hands the warp's rows of O to the storing warp.
-  CUTE_DEVICE static void hand_over(Storage& storage, int buffer, int consumer) {
+  // Hands the warp's rows of O to the storing warp, or stores them (stores_own_rows).
+  CUTE_DEVICE static void hand_over(FwdParams const& params, typename Traits::Scalars const& scalars, Storage& storage,
+                                    int buffer, int consumer) {
     fence_proxy_async();
     __syncwarp();
+    if (stores_own_rows<Traits>(params)) {
+      store_staged(params, scalars, storage, buffer, consumer);
+      __syncwarp();
+    }
     if (Traits::thread_index() % 32 == 0) {
       storage.o_full[buffer][consumer].arrive();
     }
@@ -150,6 +158,32 @@ struct Epilogue {
     auto rows = HeadRows<Element>::of(params.o, tile.batch, tile.head);
     rows.skip(first_row_of(tile));
     return rows;
+  }
+
+  // Stores the warp's rows of O from the buffer of Q to memory: two rows at a time, 16 bytes a lane.
+  CUTE_DEVICE static void store_staged(FwdParams const& params, typename Traits::Scalars const& scalars,
+                                       Storage const& storage, int buffer, int consumer) {
+    auto const tile = storage.tile[buffer];
+    int const thread = thread_index_anew();
+    int const chunk = thread % 16;
+    int const row = consumer * 64 + thread / 32 % 4 * 16 + thread / 16 % 2;
+    int const query = tile.block * Traits::kTileM + row;
+    int const queries = chunk < params.head_dim_vo / 8 ? queries_of(scalars, tile) : 0;
+    auto const o = rows_of_output(params, tile);
+    constexpr int kChunks = Traits::kSlabColumns / 8;  // of a slab
+    std::uint32_t const slab =
+        cute::cast_smem_ptr_to_uint(storage.q[buffer]) + chunk / kChunks * (Traits::kTileM * Traits::kSlabRowBytes);
+    CUTE_UNROLL
+    for (int i = 0; i < 16; i += 2) {
+      if (query + i < queries) {
+        uint4 words;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                     : "r"(slab_address<Traits::kSlabRowBytes>(slab, row + i, chunk % kChunks))
+                     : "memory");
+        *reinterpret_cast<uint4*>(o.at(query + i, 8 * chunk)) = words;
+      }
+    }
   }
 
   // Rows of O in the buffer of Q, as Leaks takes them.

@@ -54,8 +54,11 @@
 // Named barriers 1 to kConsumers pass the turn to issue products around (sm90/turns.hpp). The one after them keeps the
 // consumers together where tiles are shared.
 //
-// Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp). At head dim 96 slabs have 32
-// columns and rows of 64 bytes. Barriers take less than 1 KB. O overwrites its own Q.
+// Head dims of 8 more than a multiple of 16 put heads in the middle of a sector of memory. In rows of head dim 96 such
+// a head is rotated in its tiles, and consumers store O from the buffer of Q, not warp 1 (rotation.hpp).
+//
+// Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp). At head dims 96 and 160
+// slabs have 32 columns and rows of 64 bytes. Barriers take less than 1 KB. O overwrites its own Q.
 //
 //     head dim  tile     Q          K          V
 //     128       128x128  2 x 32 KB  2 x 32 KB  2 x 32 KB
@@ -67,6 +70,7 @@
 //     64        128x80   4 x 16 KB  3 x 10 KB  3 x 10 KB
 //     128       64x128   1 x 16 KB  3 x 32 KB  3 x 32 KB
 //     96        64x128   1 x 12 KB  3 x 24 KB  3 x 24 KB
+//     160       128x128  1 x 40 KB  2 x 40 KB  2 x 40 KB
 //     192, 128  128x128  1 x 48 KB  2 x 48 KB  2 x 32 KB
 //     192       128x96   1 x 48 KB  2 x 36 KB  2 x 36 KB
 //     256       128x80   1 x 64 KB  2 x 40 KB  2 x 40 KB

@@ -9,6 +9,7 @@
 #include "common/scalars.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
+#include "sm90/fwd/rotation.hpp"
 #include "sm90/fwd/shares.hpp"
 #include "sm90/fwd/traits.hpp"
 #include "sm90/tma.hpp"
@@ -52,7 +53,7 @@ struct Load {
       storage.v_full[v.stage + way_of(v) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesV);
       load_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kSlabColumns>(
           map_v, storage.v_full[v.stage + way_of(v) * Traits::kFullsApart], kEvictLast, storage.v[v.stage],
-          Rows{v_row, v_head, v_place});
+          Rows{v_row, v_head, v_place}, rotation_of<Traits>(params.v, params.head_dim_vo, v_head));
       v.advance();
     };
 
@@ -105,7 +106,8 @@ struct Load {
         storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
         load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
             map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
-            keys_at(tile, rows_apart_k, block * Traits::kTileN, head));
+            keys_at(tile, rows_apart_k, block * Traits::kTileN, head),
+            rotation_of<Traits>(params.k, params.head_dim_qk, head));
         k.advance();
         if (v_pending) {
           load_v();
@@ -162,7 +164,8 @@ struct Load {
         storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
         load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
             map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-            queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
+            queries_at(tile, rows_apart_q, tile.block * Traits::kTileM),
+            rotation_of_queries<Traits>(params, scalars, tile));
       }
       storage.tile[buffer] = tile;
       store_slope(params, scalars, tile, storage, buffer);
@@ -182,6 +185,9 @@ struct Load {
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         storage.o_full[q.stage][consumer].wait(q.parity);
+        if (stores_own_rows<Traits>(params)) {
+          continue;
+        }
         store_rows<Traits::kTileM, Traits::kHeadDimVO, Traits::kSlabColumns>(
             map_o, storage.q[q.stage], consumer,
             queries_at(tile, rows_apart_o, tile.block * Traits::kTileM + consumer * 64));

@@ -694,16 +694,17 @@ struct Mma {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
       } else {
-        OutputLooks<Traits> const looks = Epilogue<Traits>::stage_output(storage, buffer, consumer, tOrO, inverse);
+        OutputLooks<Traits> const looks =
+            Epilogue<Traits>::stage_output(params, scalars, storage, buffer, consumer, tOrO, inverse);
         bool const found = kLooksAtOutput<Traits> && looks.found();
         if (!found) {
-          Epilogue<Traits>::hand_over(storage, buffer, consumer);
+          Epilogue<Traits>::hand_over(params, scalars, storage, buffer, consumer);
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
         if (found) {
           Epilogue<Traits>::repair(params, storage, buffer, consumer, looks, inverse[0], inverse[1]);
-          Epilogue<Traits>::hand_over(storage, buffer, consumer);
+          Epilogue<Traits>::hand_over(params, scalars, storage, buffer, consumer);
         }
       }
       if (m_block < 0) {

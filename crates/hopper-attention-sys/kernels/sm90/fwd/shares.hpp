@@ -19,6 +19,7 @@
 #include "common/softmax.hpp"
 #include "common/visits.hpp"
 #include "sm90/cluster.hpp"
+#include "sm90/fwd/rotation.hpp"
 #include "sm90/fwd/traits.hpp"
 
 namespace hattn::sm90 {
@@ -189,6 +190,7 @@ struct Shares {
     OutputLooks<Traits> looks;
     std::uint32_t before[2] = {0, 0};  // looked at two at a time
     static_assert(kMost % 2 == 0);
+    int const rotation = rotation_of_output<Traits>(params, scalars, tile);
     auto const store = [&](bool wanted, Element* to, std::uint32_t pair) {
       if (wanted) {
         *reinterpret_cast<std::uint32_t*>(to) = pair;
@@ -196,7 +198,8 @@ struct Shares {
     };
     CUTE_UNROLL
     for (int i = 0; i < kMost; ++i) {
-      int const column = 8 * group(i);
+      bool const is_there = !Traits::kRotates || group(i) < kGroups;  // (else columns are beyond those of O)
+      int const column = Traits::kRotates ? rotated<Traits::kHeadDimVO>(8 * group(i), -rotation) : 8 * group(i);
       std::uint32_t const first = pack_pair<Element>(total[i].x * inverse[0], total[i].y * inverse[0]);
       std::uint32_t const second = pack_pair<Element>(total[i].z * inverse[1], total[i].w * inverse[1]);
       if constexpr (kLooksAtOutput<Traits>) {
@@ -207,7 +210,7 @@ struct Shares {
         before[0] = first;
         before[1] = second;
       }
-      if (column < params.head_dim_vo) {
+      if (is_there && column < params.head_dim_vo) {
         store(query < scalars.seqlen_q, o + column, first);
         store(query + 8 < scalars.seqlen_q, o + 8 * params.o.stride_row + column, second);
       }
@@ -231,7 +234,9 @@ struct Shares {
     int const count = kWays * cluster_shares();
     int const number = kWays * cluster_share() + way;
     int const first_row = tile.block * Traits::kTileM + place / 32 * 16;
-    auto const owned = [&](int column) { return column / 8 % count == number; };
+    int const rotation =
+        rotation_of<Traits>(params.v, params.head_dim_vo, tile.head / (params.heads_q / params.heads_kv));
+    auto const owned = [&](int column) { return rotated<Traits::kHeadDimVO>(column, rotation) / 8 % count == number; };
     auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
     __syncwarp();
     RepairOf<Traits>::repair(
