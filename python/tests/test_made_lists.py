@@ -216,6 +216,25 @@ class Made(unittest.TestCase):
         empty = hopper_attention.block_lists_from_prefixes(numpy.zeros(2, "int32"), 0, 300)
         self.assertEqual([one.shape for one in empty], [(2, 1, 0), (2, 1, 0, 3), (2, 1, 0, 0), (2, 1, 0), (2, 1, 0, 3)])
 
+    @unittest.skipIf(NO_NUMPY, NO_NUMPY)
+    def test_documents_are_packed_sequences(self):
+        lengths = [1, 16, 3, 0, 9, 130, 1, 7] * 3
+        cu = numpy.cumsum([0, *lengths]).astype("int32")
+        lists = hopper_attention.block_lists_from_documents(numpy.repeat(range(len(lengths)), lengths)[None])
+        rng = numpy.random.default_rng(1)
+        q, k, v, d_o = (rng.standard_normal((sum(lengths), heads, 16), dtype="float32") for heads in (4, 2, 2, 4))
+        for causal in (False, True):
+            o, lse = hopper_attention.attention_varlen(q, k, v, cu, causal=causal, return_lse=True)
+            packed = hopper_attention.attention_varlen_backward(q, k, v, o, lse, d_o, cu, causal=causal)
+            one = dict(causal=causal, block_mask=lists)
+            o_of_one, lse_of_one = hopper_attention.attention(q[None], k[None], v[None], return_lse=True, **one)
+            of_one = (q, k, v, o_of_one[0], lse_of_one[0], d_o)
+            gradients = hopper_attention.attention_backward(*(tensor[None] for tensor in of_one), **one)
+            numpy.testing.assert_allclose(o_of_one[0], o, rtol=1e-5, atol=1e-6)
+            numpy.testing.assert_allclose(lse_of_one[0], lse, rtol=1e-5, atol=1e-6)
+            for got, wanted in zip(gradients, packed):
+                numpy.testing.assert_allclose(got[0], wanted, rtol=1e-4, atol=1e-5)
+
     @unittest.skipIf(NO_TORCH, NO_TORCH)
     def test_torch(self):
         image = torch.tensor([[[30, 170]], [[0, 10]]], dtype=torch.int32)

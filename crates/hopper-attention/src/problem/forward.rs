@@ -117,6 +117,9 @@ impl ForwardProblemBuilder {
     }
 
     /// Packs the sequences of Q, K and V: the same as `packed_q(packed)` and `packed_kv(packed)`.
+    ///
+    /// On a GPU a tile of queries belongs to one sequence. A batch of thousands of sequences with a few rows each is faster as one
+    /// sequence with the lists of documents: [`OwnedBlockLists::from_documents`](crate::OwnedBlockLists::from_documents).
     pub fn packed(self, packed: bool) -> Self {
         self.packed_q(packed).packed_kv(packed)
     }
