@@ -54,8 +54,9 @@
 // Named barriers 1 to kConsumers pass the turn to issue products around (sm90/turns.hpp). The one after them keeps the
 // consumers together where tiles are shared.
 //
-// Head dims of 8 more than a multiple of 16 put heads in the middle of a sector of memory. In rows of head dim 96 such
-// a head is rotated in its tiles, and consumers store O from the buffer of Q, not warp 1 (rotation.hpp).
+// Head dims of 8 more than a multiple of 16 put heads in the middle of a sector of memory. Rows of head dim 96 have
+// second versions of their kernels for them (RotatedTraits in rotation.hpp): such a head is rotated in its tiles, and
+// consumers store O from the buffer of Q, not warp 1.
 //
 // Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp). At head dims 96 and 160
 // slabs have 32 columns and rows of 64 bytes. Barriers take less than 1 KB. O overwrites its own Q.

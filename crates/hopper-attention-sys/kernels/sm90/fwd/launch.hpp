@@ -7,6 +7,7 @@
 #include "common/start.hpp"
 #include "sm90/cluster.hpp"
 #include "sm90/fwd/kernel.hpp"
+#include "sm90/fwd/rotation.hpp"
 #include "sm90/tensor_map.hpp"
 
 namespace hattn::sm90 {
@@ -39,10 +40,18 @@ struct FwdLaunch {
     if constexpr (Traits::kMostShares > 1) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Sharing>, Traits::kSmemBytes) : status;
     }
+    if constexpr (Traits::kMayRotate) {
+      status = is_ok(status) ? FwdLaunch<RotatedTraits<Traits>>::prepare() : status;
+    }
     return status;
   }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
+    if constexpr (Traits::kMayRotate) {
+      if (params.head_dim_qk % 16 == 8 || params.head_dim_vo % 16 == 8) {
+        return FwdLaunch<RotatedTraits<Traits>>::launch(params, stream);
+      }
+    }
     if constexpr (Traits::kPacks) {
       if (params.sequences.table != 0) {
         return launch_packed(params, stream);

@@ -8,6 +8,16 @@
 
 namespace hattn::sm90 {
 
+// The traits of a row's kernels for head dims of 8 more than a multiple of 16, of Q and K or of V. Other head dims
+// would pay for the rotation too, in each tile: 4 to 5% at 512 tokens (benches/LOG.md, entry 70). With modified scores
+// there are too few registers for it.
+template <class Row>
+struct RotatedTraits : Row {
+  static constexpr bool kRotates = true;
+  static constexpr bool kMayRotate = false;
+  using Packed = RotatedTraits<typename Row::Packed>;
+};
+
 // By how many columns a head is rotated in its tiles: column c of the head is column (c + rotation) mod 96 of the tile.
 // 0, 8 or -8.
 //
@@ -42,17 +52,21 @@ CUTE_DEVICE int rotation_of_queries(FwdParams const& params, Scalars const& scal
 }
 
 // Whether consumers store O themselves. The copy engine stores such a head, too, 16 bytes at a time, and other copies
-// wait. (With modified scores consumers are short of registers.)
+// wait.
 template <class Traits>
 CUTE_DEVICE bool stores_own_rows(FwdParams const& params) {
-  return Traits::kRotates && Traits::kModifiers == Modifiers::Never && params.head_dim_vo % 16 == 8;
+  return Traits::kRotates && params.head_dim_vo % 16 == 8;
 }
 
 // A column of a tile or of a head after such a rotation.
-template <int kColumns>
+template <class Traits>
 CUTE_DEVICE int rotated(int column, int rotation) {
-  column += rotation;
-  return column < 0 ? column + kColumns : column < kColumns ? column : column - kColumns;
+  if constexpr (Traits::kRotates) {
+    constexpr int kColumns = Traits::kHeadDimVO;
+    column += rotation;
+    return column < 0 ? column + kColumns : column < kColumns ? column : column - kColumns;
+  }
+  return column;
 }
 
 }  // namespace hattn::sm90

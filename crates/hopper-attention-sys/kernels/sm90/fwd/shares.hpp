@@ -199,7 +199,7 @@ struct Shares {
     CUTE_UNROLL
     for (int i = 0; i < kMost; ++i) {
       bool const is_there = !Traits::kRotates || group(i) < kGroups;  // (else columns are beyond those of O)
-      int const column = Traits::kRotates ? rotated<Traits::kHeadDimVO>(8 * group(i), -rotation) : 8 * group(i);
+      int const column = rotated<Traits>(8 * group(i), -rotation);
       std::uint32_t const first = pack_pair<Element>(total[i].x * inverse[0], total[i].y * inverse[0]);
       std::uint32_t const second = pack_pair<Element>(total[i].z * inverse[1], total[i].w * inverse[1]);
       if constexpr (kLooksAtOutput<Traits>) {
@@ -236,7 +236,7 @@ struct Shares {
     int const first_row = tile.block * Traits::kTileM + place / 32 * 16;
     int const rotation =
         rotation_of<Traits>(params.v, params.head_dim_vo, tile.head / (params.heads_q / params.heads_kv));
-    auto const owned = [&](int column) { return rotated<Traits::kHeadDimVO>(column, rotation) / 8 % count == number; };
+    auto const owned = [&](int column) { return rotated<Traits>(column, rotation) / 8 % count == number; };
     auto const o = HeadRows<Element>::of(params.o, tile.batch, tile.head);
     __syncwarp();
     RepairOf<Traits>::repair(

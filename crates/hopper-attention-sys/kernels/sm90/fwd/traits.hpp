@@ -78,9 +78,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kSlabRowBytes = kSlabColumns * sizeof(Element);
   static_assert(kHeadDimQK % kSlabColumns == 0 && kHeadDimVO % kSlabColumns == 0, "tiles are made of slabs");
 
-  // Whether heads that begin in the middle of a sector are rotated (rotation.hpp). Rows of head dim 96 have room for
-  // it.
-  static constexpr bool kRotates = kHeadDimQK == 96;
+  // Whether this is a kernel that rotates heads, and whether the row has such kernels (rotation.hpp).
+  static constexpr bool kRotates = false;
+  static constexpr bool kMayRotate = kHeadDimQK == 96 && !kModified;
 
   // Above head dim 128 two buffers of Q would leave too little for K and V. There is one. Consumers hand it back after
   // a tile's last scores, and write O to memory themselves. Elsewhere O goes over its own Q, and warp 1 stores it.
