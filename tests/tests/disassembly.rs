@@ -159,13 +159,17 @@ impl Compiled {
         })
     }
 
-    /// Whether results are stored before the arrival at the barrier that a cluster's CTAs end after, and nothing is accessed later.
+    /// Whether results are stored before the arrival at the last barrier of a cluster, which its CTAs end after, and nothing is
+    /// accessed later. (A CTA that has a tile to itself stores elsewhere, and ends.)
     fn leaves_late(&self) -> bool {
         let codes: Vec<_> = self.instructions().collect();
-        let last = codes.iter().rposition(|code| *code == "STG").unwrap_or(codes.len());
-        let after = codes[last..].iter().skip_while(|code| **code != "UCGABAR_ARV").take_while(|code| **code != "EXIT");
+        let Some(arrival) = codes.iter().rposition(|code| *code == "UCGABAR_ARV") else { return false };
+        let before = codes[..arrival].iter().rev().take_while(|code| **code != "UCGABAR_WAIT");
+        let after = codes[arrival..].iter().take_while(|code| **code != "EXIT");
         let accesses = |code: &str| ["LD", "ST", "RED", "ATOM"].iter().any(|kind| code.starts_with(kind));
-        after.clone().any(|code| *code == "UCGABAR_WAIT") && !after.clone().any(|code| accesses(code))
+        before.clone().any(|code| *code == "STG")
+            && after.clone().any(|code| *code == "UCGABAR_WAIT")
+            && !after.clone().any(|code| accesses(code))
     }
 
     /// The most exponentials that stand between an instruction and the next one of another kind, with no product between.

@@ -2,7 +2,8 @@
 //
 // - The log-sum-exp goes straight to memory.
 // - O / row_sum, in the output type, goes to the warpgroup's rows of the buffer of Q, whose Q is no longer needed.
-//   Warp 1 of the producers stores it from there. Above head dim 128 it goes straight to memory, too.
+//   Warp 1 of the producers stores it from there. Above head dim 128, and where a CTA has one tile, it goes straight to
+//   memory, too.
 //
 // A warp in whose rows something has leaked or overflowed (common/leak.hpp) puts them right before it hands them over.
 #pragma once
@@ -24,6 +25,8 @@ template <class Traits>
 struct Epilogue {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
+  // Whether consumers write O to memory, from registers.
+  static constexpr bool kWritesRows = Traits::kWritesOutput || Traits::kShares;
 
   // Without a branch, so that the two rows' long chains of dependent instructions run side by side.
   CUTE_DEVICE static void store_if(bool condition, float* address, float value) {
@@ -130,7 +133,7 @@ struct Epilogue {
       return;
     }
     auto const tile = storage.tile[buffer];
-    int const row = Traits::kWritesOutput ? thread_index_anew() / 32 * 16 - 64  // warpgroup 0 loads
+    int const row = kWritesRows ? thread_index_anew() / 32 * 16 - 64  // warpgroup 0 loads
                                           : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = OperandsOf<Traits>::of(params, tile);
     __syncwarp();
@@ -140,7 +143,7 @@ struct Epilogue {
     if constexpr (Traits::kIsListed) {
       BlockLeaks<Traits>::repair(params.blocks, tile, operands, band_of_launch(params), first_row, sound,
                                  StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
-    } else if constexpr (Traits::kWritesOutput) {
+    } else if constexpr (kWritesRows) {
       auto const owned = [](int) { return true; };
       Repair::repair(operands, band_of_tile(params, tile), first_row, sound,
                      GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{rows_of_output(params, tile), first_row,

@@ -14,10 +14,15 @@
 // - Two or three consumer warpgroups, with most registers. Each computes 64 queries of the tile: both products and the
 //   softmax (mma.hpp), then O and the LSE (epilogue.hpp).
 //
+// Before the roles part, thread 0 initialises the barriers and asks for the Q and the first K of the CTA's first tile
+// (Load::begin). Rows for modified scores, packed sequences, lists and several tiles under a window leave that to the
+// loading warps.
+//
 // Rows with tiles of 128 queries and blocks of 128 keys have a second kernel, in which the CTAs of a cluster share the
 // keys of a tile (shares.hpp). Rows with tiles of 64 queries have no other: their two consumer warpgroups have the same
-// queries, and each visits every second block. In these kernels a CTA computes one tile and ends: it draws none, and
-// warp 1 stores no O.
+// queries, and each visits every second block. In these kernels a CTA computes one tile and ends: warp 1 does nothing.
+// So launches with a tile for each CTA take the second kernel, too, without a cluster. Consumers then write O to memory
+// themselves.
 //
 // Rows with tiles of 128 queries or more and blocks of 128 keys have a third kernel, for sequences whose lengths the
 // device knows (Traits::kIsPacked). A tile then carries its sequence's place and lengths, the band follows from these,
@@ -121,6 +126,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     init_barriers(storage.k_empty, kReadingWarps);
     init_barriers(storage.v_empty, kReadingWarps);
     fence_mbarrier_init();
+    if constexpr (Load<Traits>::kBegins) {
+      Load<Traits>::begin(params, scalars, map_q, map_k, storage);
+    }
   }
   __syncthreads();
 
@@ -135,7 +143,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     int const warp = warp_index();
     if (warp == 0 && cute::elect_one_sync()) {
       Load<Traits>::keys_and_values(params, scalars, map_k, map_v, band, storage);
-    } else if (warp == 1 && cute::elect_one_sync()) {
+    } else if (!Traits::kShares && warp == 1 && cute::elect_one_sync()) {
       if constexpr (Traits::kIsPacked) {
         Load<Traits>::queries_and_outputs(params, scalars, map_q, map_o,
                                           Load<Traits>::packed_scheduler(scalars, storage), storage);

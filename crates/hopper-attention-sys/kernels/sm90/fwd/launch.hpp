@@ -71,7 +71,7 @@ struct FwdLaunch {
     };
     return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
       if constexpr (Traits::kMostShares > 1) {
-        if (Traits::kShares || params.shares > 1) {
+        if (Traits::kShares || params.shares > 1 || has_single_tiles(params)) {
           start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.shares}, fwd_kernel<Sharing>,
                        params, scalars, map_q, map_k, map_v, map_o);
           return;
@@ -95,6 +95,12 @@ struct FwdLaunch {
   }
 
  private:
+  // Whether each CTA has one tile, and the row's second kernel takes such launches.
+  static bool has_single_tiles(FwdParams const& params) {
+    int const tiles = (params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM;
+    return Traits::kTakesSingleTiles && params.grid >= std::int64_t{tiles} * params.heads_q * params.batch;
+  }
+
   static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
     CUtensorMap map_q, map_k, map_v, map_o;
     auto const encode_maps = [&]() {

@@ -2,7 +2,9 @@
 //
 // - Warp 0 loads K and V, block by block, through their rings.
 // - Warp 1 draws tiles, loads Q and stores O. One warp does both, because O is stored from the buffer that a later Q is
-//   loaded into. Where the keys of a tile are shared (shares.hpp), it loads the Q of one tile and is done.
+//   loaded into. Where a CTA has one tile (shares.hpp), there is nothing for it to do.
+//
+// Q and the first K of a CTA's first tile are asked for before that, by `begin`.
 #pragma once
 
 #include "common/alibi.hpp"
@@ -33,6 +35,35 @@ struct Load {
       return position.way;
     } else {
       return 0;
+    }
+  }
+
+  // Whether `begin` is called: a CTA's first tile must follow from its index alone. Rows for modified scores would spill.
+  // Several tiles under a window were slower so (benches/LOG.md, entry 73).
+  static constexpr bool kBegins = !kDrawsByTile && Traits::kModifiers == Modifiers::Never &&
+                                  (Traits::kShares || Traits::kMask != MaskClass::Window);
+
+  // Announces the CTA's first tile, and asks for its Q and its first K, before the roles part. The code of the loading
+  // warps lies far behind the kernel's first, and is fetched from memory meanwhile (benches/LOG.md, entry 73).
+  CUTE_DEVICE static void begin(FwdParams const& params, Scalars const& scalars, CUtensorMap const& map_q,
+                                CUtensorMap const& map_k, Storage& storage) {
+    int const index = Traits::kShares ? Shares<Traits>::tile() : static_cast<int>(blockIdx.x);
+    TileRecord const tile = fwd_scheduler<Traits>(params, scalars, nullptr).tile(index);
+    storage.tile[0] = tile;
+    storage.tile_full[0].arrive();
+    storage.q_full[0].arrive_expect_bytes(Traits::kBytesQ);
+    load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
+        map_q, storage.q_full[0], kEvictFirst, storage.q[0], queries_at(tile, 0, tile.block * Traits::kTileM),
+        rotation_of_queries<Traits>(params, scalars, tile));
+    KeyVisits const visits = Shares<Traits>::visits(band_of(scalars), tile.block);
+    int const head = tile.head / scalars.heads_per_kv_head;
+    int const visit = visits.first();
+    if (visits.has(visit)) {  // a share may have none
+      storage.k_full[0].arrive_expect_bytes(Traits::kBytesK);
+      load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
+          map_k, storage.k_full[0], kEvictLast, storage.k[0],
+          keys_at(tile, 0, visits.block(visit) * Traits::kTileN, head),
+          rotation_of<Traits>(params.k, params.head_dim_qk, head));
     }
   }
 
@@ -99,15 +130,17 @@ struct Load {
         if (late && visit == visits.last_but_one()) {
           storage.next_wanted.arrive();
         }
-        storage.k_empty[k.stage].wait(k.parity ^ 1);
-        if constexpr (Traits::kIsListed) {
-          storage.entry[k.stage] = entry;
+        if (!kBegins || v_pending) {  // else it is the CTA's first, which `begin` has asked for
+          storage.k_empty[k.stage].wait(k.parity ^ 1);
+          if constexpr (Traits::kIsListed) {
+            storage.entry[k.stage] = entry;
+          }
+          storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
+          load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
+              map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
+              keys_at(tile, rows_apart_k, block * Traits::kTileN, head),
+              rotation_of<Traits>(params.k, params.head_dim_qk, head));
         }
-        storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
-        load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
-            map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
-            keys_at(tile, rows_apart_k, block * Traits::kTileN, head),
-            rotation_of<Traits>(params.k, params.head_dim_qk, head));
         k.advance();
         if (v_pending) {
           load_v();
@@ -177,10 +210,6 @@ struct Load {
       }
     };
 
-    if constexpr (Traits::kShares) {
-      announce(0, Shares<Traits>::tile());
-      return;
-    }
     auto const store = [&](auto const& tile, RingPosition<Traits::kBuffersQ> const& q) __attribute__((always_inline)) {
       CUTE_NO_UNROLL
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
@@ -229,21 +258,26 @@ struct Load {
     std::uint32_t wanted_parity = 0;
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kRecords> q;; q.advance()) {
-      TileRecord const tile = scheduler.tile(scheduler.draw(round));
-      storage.tile[q.stage] = tile;
-      store_slope(params, scalars, tile, storage, q.stage);
-      storage.tile_full[q.stage].arrive();
-      if (!tile.valid()) {
-        break;
+      TileRecord tile{};
+      if (kBegins && round == 0) {
+        ++round;
+      } else {
+        tile = scheduler.tile(scheduler.draw(round));
+        storage.tile[q.stage] = tile;
+        store_slope(params, scalars, tile, storage, q.stage);
+        storage.tile_full[q.stage].arrive();
+        if (!tile.valid()) {
+          break;
+        }
+        if (round > 0) {
+          storage.q_empty.wait((round + 1) & 1);
+        }
+        ++round;
+        storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
+        load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
+            map_q, storage.q_full[q.stage], kEvictFirst, storage.q[0],
+            queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
       }
-      if (round > 0) {
-        storage.q_empty.wait((round + 1) & 1);
-      }
-      ++round;
-      storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
-      load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
-          map_q, storage.q_full[q.stage], kEvictFirst, storage.q[0],
-          queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
       bool late = launch_late;
       if constexpr (Traits::kIsPacked) {
         late = draws_late<Traits::kTileN>(tile, scalars);
@@ -260,17 +294,17 @@ struct Load {
   CUTE_DEVICE static void draw_dense(Scalars const& scalars, Scheduler const& scheduler, Storage& storage,
                                      Announce const& announce, Store const& store) {
     bool const late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
-    int next = 0;
-    int round = 0;
+    int next = kBegins ? 1 : 0;  // `begin` has announced the first tile
+    int round = next;
     auto announce_next = [&]() __attribute__((always_inline)) {
       announce(next, scheduler.draw(round));
       ++round;
       next = next + 1 == Traits::kBuffersQ ? 0 : next + 1;
     };
     CUTE_NO_UNROLL
-    do {
+    for (bool more = !kBegins || !late; more; more = !late && next != 0) {
       announce_next();
-    } while (!late && next != 0);
+    }
     std::uint32_t parity = 0;
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersQ> q;; q.advance()) {

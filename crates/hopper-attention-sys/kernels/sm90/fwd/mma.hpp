@@ -10,7 +10,7 @@
 // - While the first S of the next tile is computed, it writes O of the finished tile.
 //
 // Where the keys of a tile are shared (shares.hpp), the stream is this share's blocks of one tile, and may be empty.
-// Its end is Shares::finish_tile.
+// Its end is Shares::finish_tile, or Epilogue::write_output where the CTA has the tile for itself.
 //
 // Turns (sm90/turns.hpp) keep the warpgroups apart: one exponentiates while another multiplies.
 #pragma once
@@ -611,6 +611,15 @@ struct Mma {
           softmax.clear();
           softmax.finish(sums, divisors);
           clear(tOrO);
+        }
+        if constexpr (Traits::kTakesSingleTiles) {
+          if (cluster_shares() == 1) {
+            float inverse[2];
+            Epilogue<Traits>::finish_rows(params, scalars, storage, 0, consumer, softmax.reference, sums, divisors,
+                                          inverse);
+            Epilogue<Traits>::write_output(params, scalars, storage, 0, consumer, tOrO, inverse);
+            return;
+          }
         }
         Shares<Traits>::finish_tile(params, scalars, storage, consumer, softmax.reference, sums, divisors, tOrO);
         return;

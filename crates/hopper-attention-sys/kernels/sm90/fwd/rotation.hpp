@@ -15,6 +15,7 @@ template <class Row>
 struct RotatedTraits : Row {
   static constexpr bool kRotates = true;
   static constexpr bool kMayRotate = false;
+  static constexpr bool kTakesSingleTiles = false;  // consumers store O by rows there, as it lies in the tile
   using Packed = RotatedTraits<typename Row::Packed>;
 };
 

@@ -122,6 +122,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
                                      : kConsumers == 2 && kTileN == 128 && !kWritesOutput ? 8
                                                                                           : 1;
 
+  // Whether that kernel also takes launches in which each CTA has one tile of its own: it has nothing that a next tile
+  // asks for.
+  static constexpr bool kTakesSingleTiles = kWays == 1 && kMostShares > 1;
+
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = kWays == 1 && (kTileN == 128 || kWritesOutput) && !kIsListed;
