@@ -134,7 +134,7 @@ struct Epilogue {
     }
     auto const tile = storage.tile[buffer];
     int const row = kWritesRows ? thread_index_anew() / 32 * 16 - 64  // warpgroup 0 loads
-                                          : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
+                                : consumer * 64 + thread_index_anew() / 32 % 4 * 16;
     auto const operands = OperandsOf<Traits>::of(params, tile);
     __syncwarp();
     using Repair = RepairOf<Traits>;

@@ -38,8 +38,8 @@ struct Load {
     }
   }
 
-  // Whether `begin` is called: a CTA's first tile must follow from its index alone. Rows for modified scores would spill.
-  // Several tiles under a window were slower so (benches/LOG.md, entry 73).
+  // Whether `begin` is called: a CTA's first tile must follow from its index alone. Rows for modified scores would
+  // spill. Several tiles under a window were slower so (benches/LOG.md, entry 73).
   static constexpr bool kBegins = !kDrawsByTile && Traits::kModifiers == Modifiers::Never &&
                                   (Traits::kShares || Traits::kMask != MaskClass::Window);
 
