@@ -38,6 +38,24 @@ struct Load {
     }
   }
 
+  // Asks for the Q of a tile whose record is in place `record`.
+  CUTE_DEVICE static void load_q(FwdParams const& params, Scalars const& scalars, CUtensorMap const& map_q,
+                                 Storage& storage, int record, TileRecord const& tile, int rows_apart) {
+    storage.q_full[record].arrive_expect_bytes(Traits::kBytesQ);
+    load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
+        map_q, storage.q_full[record], kEvictFirst, storage.q[Traits::kWritesOutput ? 0 : record],
+        queries_at(tile, rows_apart, tile.block * Traits::kTileM), rotation_of_queries<Traits>(params, scalars, tile));
+  }
+
+  // Asks for a block of K.
+  CUTE_DEVICE static void load_k(FwdParams const& params, CUtensorMap const& map_k, Storage& storage, int stage,
+                                 Mbarrier& full, TileRecord const& tile, int rows_apart, int block, int head) {
+    full.arrive_expect_bytes(Traits::kBytesK);
+    load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
+        map_k, full, kEvictLast, storage.k[stage], keys_at(tile, rows_apart, block * Traits::kTileN, head),
+        rotation_of<Traits>(params.k, params.head_dim_qk, head));
+  }
+
   // Whether `begin` is called: a CTA's first tile must follow from its index alone. Rows for modified scores would
   // spill. Several tiles under a window were slower so (benches/LOG.md, entry 73).
   static constexpr bool kBegins = !kDrawsByTile && Traits::kModifiers == Modifiers::Never &&
@@ -51,19 +69,12 @@ struct Load {
     TileRecord const tile = fwd_scheduler<Traits>(params, scalars, nullptr).tile(index);
     storage.tile[0] = tile;
     storage.tile_full[0].arrive();
-    storage.q_full[0].arrive_expect_bytes(Traits::kBytesQ);
-    load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
-        map_q, storage.q_full[0], kEvictFirst, storage.q[0], queries_at(tile, 0, tile.block * Traits::kTileM),
-        rotation_of_queries<Traits>(params, scalars, tile));
+    load_q(params, scalars, map_q, storage, 0, tile, 0);
     KeyVisits const visits = Shares<Traits>::visits(band_of(scalars), tile.block);
     int const head = tile.head / scalars.heads_per_kv_head;
     int const visit = visits.first();
     if (visits.has(visit)) {  // a share may have none
-      storage.k_full[0].arrive_expect_bytes(Traits::kBytesK);
-      load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
-          map_k, storage.k_full[0], kEvictLast, storage.k[0],
-          keys_at(tile, 0, visits.block(visit) * Traits::kTileN, head),
-          rotation_of<Traits>(params.k, params.head_dim_qk, head));
+      load_k(params, map_k, storage, 0, storage.k_full[0], tile, 0, visits.block(visit), head);
     }
   }
 
@@ -135,11 +146,8 @@ struct Load {
           if constexpr (Traits::kIsListed) {
             storage.entry[k.stage] = entry;
           }
-          storage.k_full[k.stage + way_of(k) * Traits::kFullsApart].arrive_expect_bytes(Traits::kBytesK);
-          load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabColumns>(
-              map_k, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], kEvictLast, storage.k[k.stage],
-              keys_at(tile, rows_apart_k, block * Traits::kTileN, head),
-              rotation_of<Traits>(params.k, params.head_dim_qk, head));
+          load_k(params, map_k, storage, k.stage, storage.k_full[k.stage + way_of(k) * Traits::kFullsApart], tile,
+                 rows_apart_k, block, head);
         }
         k.advance();
         if (v_pending) {
@@ -194,11 +202,7 @@ struct Load {
     auto announce = [&](int buffer, int index) {
       TileRecord const tile = record_of(scalars, scheduler, index);
       if (tile.valid()) {
-        storage.q_full[buffer].arrive_expect_bytes(Traits::kBytesQ);
-        load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
-            map_q, storage.q_full[buffer], kEvictFirst, storage.q[buffer],
-            queries_at(tile, rows_apart_q, tile.block * Traits::kTileM),
-            rotation_of_queries<Traits>(params, scalars, tile));
+        load_q(params, scalars, map_q, storage, buffer, tile, rows_apart_q);
       }
       storage.tile[buffer] = tile;
       store_slope(params, scalars, tile, storage, buffer);
@@ -273,10 +277,7 @@ struct Load {
           storage.q_empty.wait((round + 1) & 1);
         }
         ++round;
-        storage.q_full[q.stage].arrive_expect_bytes(Traits::kBytesQ);
-        load_tile<Traits::kTileM, Traits::kHeadDimQK, Traits::kSlabColumns>(
-            map_q, storage.q_full[q.stage], kEvictFirst, storage.q[0],
-            queries_at(tile, rows_apart_q, tile.block * Traits::kTileM));
+        load_q(params, scalars, map_q, storage, q.stage, tile, rows_apart_q);
       }
       bool late = launch_late;
       if constexpr (Traits::kIsPacked) {
