@@ -62,6 +62,13 @@ fetch_peers() {
       export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
     fi
   fi
+  if [[ ${dtypes:-bf16,f16} == *f16* && $cuda != False ]] && ! "$python" -c 'import flash_attn_interface' >/dev/null 2>&1 &&
+    ! "$python" -c 'import xformers' >/dev/null 2>&1; then
+    folder=$toolchain/python/fa3
+    if fetch "$python" "$folder" "xformers, for the FlashAttention-3 that it has compiled (112 MB)" benches/peers/requirements-fa3.txt; then
+      export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+    fi
+  fi
   if [[ ${dtypes:-bf16,f16} == *f16* && $cuda == 13.* ]] && ! "$python" -c 'import flash_attn.cute' >/dev/null 2>&1; then
     folder=$toolchain/python/fa4-$tag
     local files=(benches/peers/requirements-fa4.txt)

@@ -107,6 +107,8 @@ class AutogradBackward:
 
 def contestant(x, torch):
     """The backward of a library; raises a RuntimeError where it has none."""
+    if hasattr(x, "backward"):
+        return x.backward()
     return EntryBackward(x) if hasattr(x, "library") else AutogradBackward(x, torch)
 
 

@@ -8,6 +8,7 @@ import glob
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import math
@@ -21,6 +22,7 @@ import additive
 import backward
 import dropout
 import entry
+import flash3
 import flex
 import fp8
 import inputs
@@ -156,13 +158,20 @@ def flash(name, module, torch, *packages):
     return Flash(name, package.flash_attn_func, module, version_of(*packages), varlen, torch)
 
 
+def flash3_peer(torch):
+    """FlashAttention-3: its package if it was built here, else what xformers has compiled."""
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        return flash("fa3", "flash_attn_interface", torch, "flash_attn_3", "flash-attn-3")
+    return flash3.Flash3(torch)
+
+
 def python_peers(torch):
     """Names, and what makes them."""
     backends = torch.nn.attention.SDPBackend
     return {
         "cudnn": lambda: Sdpa("cudnn", backends.CUDNN_ATTENTION, torch),
         "fa2": lambda: SdpaFlash(torch),
-        "fa3": lambda: flash("fa3", "flash_attn_interface", torch, "flash_attn_3", "flash-attn-3"),
+        "fa3": lambda: flash3_peer(torch),
         "fa4": lambda: flash("fa4", "flash_attn.cute", torch, "flash-attn-4", "flash-attn"),
     }
 
@@ -368,18 +377,25 @@ def time_once(x, evict, torch, ticks=SPIN_TICKS):
     return start, end, (after - before) * 1e6
 
 
+def balanced(runners, i):
+    """Round i of an order in which each comes first, and right after each other, as often as any (a Williams design: so it is
+    after twice as many rounds as there are runners). Long calls make the card draw all the power that it may, and lower its
+    clocks. Who always came after a call of little power would be up to a tenth faster (benches/LOG.md, 74)."""
+    n = len(runners)
+    row = [(i + ((j + 1) // 2 if j % 2 else n - j // 2)) % n for j in range(n)]
+    if i // n % 2:
+        row.reverse()
+    return [runners[x] for x in row]
+
+
 def turns(runners, i):
-    """The order of round i. It rotates, unless a library has a second run, on other operands: that takes the place of its
-    first in a second lap of the round, so that both follow the same neighbours. The SMs' instruction caches hold the
-    kernel of either when few have run since: 6 of 82 us were measured where one peer stood between, and not two
-    (benches/LOG.md, 28)."""
+    """The order of round i. Where a library has a second run, on other operands, that takes the place of its first in a second
+    lap of the round, so that both follow the same neighbours. The SMs' instruction caches hold the kernel of either when few
+    have run since: 6 of 82 us were measured where one peer stood between, and not two (benches/LOG.md, 28)."""
     first = lambda x: x.name.removesuffix(fp8.SUFFIX).removesuffix(DENSE)
     seconds = {first(x): x for x in runners if x.name != first(x)}
-    firsts = [x for x in runners if x not in seconds.values()]
-    if not seconds:
-        at = i % len(runners)
-        return runners[at:] + runners[:at]
-    lap = [seconds.pop(x.name, x) for x in firsts]
+    firsts = balanced([x for x in runners if x not in seconds.values()], i)
+    lap = [seconds.pop(x.name, x) for x in firsts] if seconds else []
     return firsts + lap + list(seconds.values())  # the last: second runs whose first has failed
 
 
@@ -681,7 +697,7 @@ def ready(job, found, missing, frontend, torch):
         "device": properties.name,
         "uuid": "GPU-" + str(properties.uuid).removeprefix("GPU-"),
         "versions": versions,
-        "method": f"in turn, iteration by iteration, one process, order rotating unless a library runs twice; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
+        "method": f"in turn, iteration by iteration, one process, each after each other equally often; CUDA events around the call, median of {job['iters']} after {WARM_UPS} warm-ups; "
         f"{EVICT_BYTES >> 20} MiB written before each call to empty L2, a wait after each round; {inputs.words(job['points'])}; {FLOPS}",
         "libraries": [{"name": x.name, "role": x.role, **x.origin()} for x in found],
         "missing": missing,

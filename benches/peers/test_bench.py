@@ -10,7 +10,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 # What goes on PYTHONPATH, below the toolchain's folder.
 FA4_PLACES = ["fa4-cp312", "fa4-cp312/nvidia_cutlass_dsl/dsl_packages"]
-CUDNN, FA4, EINOPS = (f"benches/peers/requirements{x}.txt" for x in ("", "-fa4", "-einops"))
+CUDNN, FA3, FA4, EINOPS = (f"benches/peers/requirements{x}.txt" for x in ("", "-fa3", "-fa4", "-einops"))
 
 # It has the modules that HAS lists, answers with ABOUT what it is, and makes a folder where pip would install.
 PYTHON = """#!/usr/bin/env bash
@@ -43,7 +43,7 @@ def pins(path):
 
 class Pins(unittest.TestCase):
     def test_every_pin_has_its_hashes(self):
-        for path in (CUDNN, FA4, EINOPS):
+        for path in (CUDNN, FA3, FA4, EINOPS):
             for name, (_, hashes) in pins(path).items():
                 self.assertEqual(len(set(hashes)), len(hashes))
                 # One file for all versions of Python, or one for each from 3.10 to 3.14.
@@ -54,7 +54,7 @@ class Pins(unittest.TestCase):
     def test_third_party_lists_every_pin(self):
         rows = [line.split(" | ") for line in read("third_party", "README.md").splitlines() if line.startswith("| ")]
         listed = {(name, row[1]) for row in rows for name in row[0].removeprefix("| ").split(", ")}
-        for path in (CUDNN, FA4, EINOPS):
+        for path in (CUDNN, FA3, FA4, EINOPS):
             for name, (version, _) in pins(path).items():
                 self.assertIn((name, version), listed)
 
@@ -69,7 +69,7 @@ class Fetch(unittest.TestCase):
                 file.write(text)
             os.chmod(os.path.join(self.folder, name), 0o755)
 
-    def bench(self, *options, about="cp312 13.0", has="einops", **more):
+    def bench(self, *options, about="cp312 13.0", has="einops xformers", **more):
         """The requirements that pip is asked for, the folders that are on PYTHONPATH, and what the script says."""
         log = os.path.join(self.folder, "log")
         open(log, "w").close()
@@ -97,8 +97,17 @@ class Fetch(unittest.TestCase):
         self.assertEqual(self.bench()[:2], ([[FA4]], FA4_PLACES))
 
     def test_what_python_lacks_is_fetched(self):
-        self.assertEqual(self.bench(has="")[0], [[FA4, EINOPS]])
-        self.assertEqual(self.bench(has="flash_attn.cute"), ([], [], ""))
+        self.assertEqual(self.bench(has="xformers")[0], [[FA4, EINOPS]])
+        self.assertEqual(self.bench(has="flash_attn.cute xformers"), ([], [], ""))
+
+    def test_flash_attention_3_is_for_16_bit_points_on_a_gpu(self):
+        asked, places, said = self.bench(has="flash_attn.cute")
+        self.assertEqual((asked, places), ([[FA3]], ["fa3"]))
+        self.assertIn("112 MB", said)
+        for options in ({"has": "flash_attn.cute flash_attn_interface"}, {"about": "cp312 False", "has": ""}):
+            self.assertEqual(self.bench(**options), ([], [], ""))
+        self.assertEqual(self.bench("--dtypes", "e4m3", has="cudnn"), ([], [], ""))
+        self.assertEqual(self.bench(about="cp312 12.8", has="")[1], ["fa3"])
 
     def test_flash_attention_4_is_for_16_bit_points_on_a_gpu_with_cuda_13(self):
         for about in ("cp312 12.8", "cp312 False", ""):

@@ -49,7 +49,7 @@ const FLOPS: &str = "forward FLOPs 2*s*s*(d_qk+d_vo)*h*b, halved when causal, of
                      packed sequences one by one; backward 2*s*s*(3*d_qk+2*d_vo)*h*b";
 
 /// In which order libraries take turns, in the words of a report; `peers/sweep.py` has the same.
-const ORDER: &str = "order rotating unless a library runs twice";
+const ORDER: &str = "each after each other equally often";
 
 /// What inputs hold, in the words of a report; `peers/inputs.py` has the same.
 fn inputs(job: &Job) -> String {

@@ -12,12 +12,13 @@ use serde_json::json;
 use super::{Event, Harness, Job, Sink};
 
 /// The script and what it imports, which travel inside the program.
-const SCRIPTS: [(&str, &str); 9] = [
+const SCRIPTS: [(&str, &str); 10] = [
     ("sweep.py", include_str!("../../peers/sweep.py")),
     ("entry.py", include_str!("../../peers/entry.py")),
     ("additive.py", include_str!("../../peers/additive.py")),
     ("backward.py", include_str!("../../peers/backward.py")),
     ("dropout.py", include_str!("../../peers/dropout.py")),
+    ("flash3.py", include_str!("../../peers/flash3.py")),
     ("flex.py", include_str!("../../peers/flex.py")),
     ("fp8.py", include_str!("../../peers/fp8.py")),
     ("sdpa.py", include_str!("../../peers/sdpa.py")),

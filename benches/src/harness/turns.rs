@@ -307,15 +307,22 @@ fn run_point<T: Float>(
     Ok(runs)
 }
 
-/// The order of a round. It rotates, so that no library always runs after the same other one. Where ours has a second
-/// run (`ours`: the place of the first and of the second), that takes the place of the first in a second lap: both then
-/// follow the same neighbours. `peers/sweep.py` says why.
+/// The order of a round, in which each comes first, and right after each other, as often as any: so it is after twice as
+/// many rounds as there are libraries (a Williams design). Where ours has a second run (`ours`: the place of the first and
+/// of the second), that takes the place of the first in a second lap: both then follow the same neighbours.
+/// `peers/sweep.py` says why.
 fn order(firsts: &[usize], ours: Option<(usize, usize)>, round: usize) -> Vec<usize> {
-    let Some((first, second)) = ours else {
-        return firsts.iter().cycle().skip(round % firsts.len()).take(firsts.len()).copied().collect();
-    };
-    let mut turns = firsts.to_vec();
-    turns.extend(firsts.iter().map(|&who| if who == first { second } else { who }));
+    let count = firsts.len();
+    let place = |turn: usize| round + if turn % 2 == 1 { turn.div_ceil(2) } else { count - turn / 2 };
+    let mut turns: Vec<_> = (0..count).map(|turn| firsts[place(turn) % count]).collect();
+    if count > 0 && round / count % 2 == 1 {
+        turns.reverse();
+    }
+    let Some((first, second)) = ours else { return turns };
+    turns.extend_from_within(..);
+    for who in turns[count..].iter_mut().filter(|who| **who == first) {
+        *who = second;
+    }
     if !firsts.contains(&first) {
         turns.push(second);
     }

@@ -324,7 +324,7 @@ fn a_sweep_of_packed_sequences() {
     assert!(out.status.success(), "{} {}", text(&out.stdout), text(&out.stderr));
     let stdout = text(&out.stdout);
     for part in [
-        "order rotating unless a library runs twice",
+        "each after each other equally often",
         "packed sequences one by one",
         "hopper-attention-dense",
         "ours/dense",
