@@ -224,7 +224,14 @@ fn threads_hand_tensors_on() -> Result<()> {
     // streams.
     device.synchronize()?;
     let results = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| attention(&q, &k, &v, &options))).collect();
+        // A thread waits for its work before it ends. Else NVIDIA's driver (580.159.04) may hang: it does in a program of C alone
+        // whose threads call cuMemAllocAsync on their own default stream, and end while that stream has work.
+        let work = || {
+            let o = attention(&q, &k, &v, &options)?;
+            device.synchronize()?;
+            Ok::<_, candle_core::Error>(o)
+        };
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(work)).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
     });
     device.synchronize()?;
