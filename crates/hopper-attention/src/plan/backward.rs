@@ -19,8 +19,8 @@ use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::lists::{ListParts, Lists};
 use super::packed::{Packed, table_bytes};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, LISTED_GROUP_BYTES, PACKED_GROUP_BYTES, groups, groups_in_turns,
-    groups_of_shares, is_persistent, multiprocessors, resident, small, write_keys,
+    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, LISTED_GROUP_BYTES, PACKED_GROUP_BYTES, backward_heads, groups,
+    groups_in_turns, groups_of_shares, heads_within, is_persistent, multiprocessors, resident, small, write_keys,
 };
 use super::shares::{self, Cut, Work};
 use super::target::{Planned, Target};
@@ -297,8 +297,8 @@ fn select_cut(
         _ if cut.in_cluster => [small(heads_kv), 1],
         (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
         (true, _) => [small(heads), 1],
-        (false, 1) if lists.is_some() => groups(even, heads, bytes, LISTED_GROUP_BYTES),
-        (false, 1) => groups(even, heads, bytes, BACKWARD_GROUP_BYTES),
+        (false, 1) if lists.is_some() => groups(even, heads, bytes, heads_within(bytes, LISTED_GROUP_BYTES)),
+        (false, 1) => groups(even, heads, bytes, backward_heads(bytes, BACKWARD_GROUP_BYTES)),
         (false, _) => groups_of_shares(even, heads, bytes),
     };
     Ok(BackwardChoice {
@@ -313,8 +313,9 @@ fn select_cut(
         groups,
         // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
         // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
+        // Tiles of equal work are drawn, too, where there are many: some multiprocessors are a little faster.
         // Clusters draw nothing: their tiles follow from their numbers, and they take no turns.
-        tile_counter: !cut.in_cluster && (turns || (!even && listed > grid)),
+        tile_counter: !cut.in_cluster && (turns || listed > grid && (!even || listed >= 2 * grid)),
         turns,
         blocks: usize::try_from(blocks).unwrap_or(0),
         packed: None,
@@ -355,7 +356,7 @@ fn select_packed(problem: &BackwardProblem, gpu: &DeviceFacts, kernel: KernelInf
         (false, true) => HEADS_PER_GROUP.min(dims.heads_kv),
         (false, false) => {
             let bytes = bytes_of_kv_head(&dims, &kernel, longest);
-            (PACKED_GROUP_BYTES / bytes.max(1)).clamp(1, HEADS_PER_GROUP).min(dims.heads_kv)
+            backward_heads(bytes, PACKED_GROUP_BYTES).min(dims.heads_kv)
         }
     };
     Ok(BackwardChoice {

@@ -159,7 +159,7 @@ fn golden_plans() {
     assert_eq!(
         chosen(&problem(DIMS, Mask::Full)).to_string(),
         "sm90 bwd bf16 full head_dim 64/64 tile 128x128 stages 2, grid 132 for 192 tiles of 2 shares, \
-         256 blocks of queries, heads a group 16, groups 1, fixed order"
+         256 blocks of queries, heads a group 16, groups 1, drawn order"
     );
     let wide = Dims { head_dim_vo: 72, ..DIMS };
     assert_eq!(
@@ -244,8 +244,20 @@ fn packed_heads_are_grouped_for_the_longest_sequence() {
         select_backward(&problem, &H100, &rows).unwrap().heads_per_group
     };
     // Of 16k queries the tiles of a head access 16 MiB.
-    assert_eq!([512, 16 << 10, 32 << 10].map(|longest| heads(Some(longest))), [16, 16, 8]);
+    assert_eq!([512, 8 << 10, 16 << 10, 32 << 10].map(|longest| heads(Some(longest))), [16, 8, 4, 4]);
     assert_eq!(heads(None), 4);
+}
+
+/// What is under way fits into the second-level cache, but for the longest sequences.
+#[test]
+fn heads_are_grouped_by_what_their_tiles_access() {
+    let heads = |seqlen: usize| {
+        let dims = Dims::new(1, seqlen, 32, 128);
+        let choice = chosen(&problem(dims, Mask::causal()));
+        (choice.heads_per_group, choice.groups)
+    };
+    assert_eq!([4, 8, 16, 32, 128, 256, 512].map(|k| heads(k << 10).0), [16, 8, 4, 4, 4, 2, 1]);
+    assert_eq!(heads(16 << 10), (4, 8));
 }
 
 #[test]
@@ -301,7 +313,9 @@ fn the_workspace_has_its_parts_one_after_the_other() {
     let clusters = BackwardChoice { cluster: 3, ..in_turns };
     assert_eq!(clusters.parts(), Parts { key_sums, end: list + 3 * 24 * 8 * 32, ..parts });
     let in_turns = chosen(&deterministic(&problem(DIMS, Mask::Full)));
-    assert!(in_turns.tile_counter && !choice.tile_counter);
+    assert!(in_turns.tile_counter && choice.tile_counter);
+    let few = chosen(&problem(DIMS.with_seqlen_q(256).with_seqlen_kv(256), Mask::Full));
+    assert!(!few.tile_counter, "as many tiles as multiprocessors, or fewer than two for each: {few}");
     // The kernels copy and add 16 bytes at a time, so every part begins at a multiple of 16.
     for choice in [choice, in_turns, chosen(&problem(Dims { seqlen_q: 1, ..DIMS }, Mask::causal()))] {
         let Parts { statistics, sums, progress, share_list, key_sums, .. } = choice.parts();

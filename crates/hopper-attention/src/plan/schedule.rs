@@ -38,7 +38,12 @@ pub(super) const HEADS_PER_GROUP: usize = 16;
 /// end (benches/LOG.md, entry 14).
 const LAST_GROUP_HEADS: usize = 64;
 const LAST_GROUP_BYTES: usize = 32 << 20;
-/// The most bytes that the tiles of a group read, or add to, in a backward pass. With more, so little stays in the second-level
+/// The bytes that the tiles of a group read, or add to, in a backward pass: what stays in the second-level cache need not come from
+/// memory again, which takes time and power. But a group has at least these heads: with one or two, long sequences are slower
+/// (benches/LOG.md, entry 74).
+const BACKWARD_CACHED_BYTES: usize = 64 << 20;
+const BACKWARD_LEAST_HEADS: usize = 4;
+/// The most bytes of it, even if a group then has fewer heads. With more, so little stays in the second-level
 /// cache that CTAs which lag behind, and find nothing there, fall behind further (benches/LOG.md, entry 34).
 pub(super) const BACKWARD_GROUP_BYTES: usize = 512 << 20;
 /// The same with lists of blocks. Each CTA is elsewhere in its own lists, so that all of it is in use at a time (entry 68).
@@ -96,15 +101,24 @@ pub(super) fn resident(row: &KernelInfo, gpu: &DeviceFacts) -> usize {
 /// - `even`: whether all tiles have equal work. Each head is then a group of its own.
 /// - `heads`: the number of heads in all.
 /// - `bytes`: how much memory the tiles of one head access in common (in the forward: the head's keys and values).
-/// - `most_bytes`: the most of it in a group, unless a group is one head.
-pub(super) fn groups(even: bool, heads: usize, bytes: usize, most_bytes: usize) -> [i32; 2] {
+/// - `most`: the most heads in a group but the last.
+pub(super) fn groups(even: bool, heads: usize, bytes: usize, most: usize) -> [i32; 2] {
     if even {
         return [1, small(heads.max(1))];
     }
-    let most = (most_bytes / bytes.max(1)).clamp(1, HEADS_PER_GROUP);
     let group = most.min(heads.max(1));
     let last = (LAST_GROUP_BYTES / bytes.max(1)).clamp(most, LAST_GROUP_HEADS);
     [small(group), small(heads.saturating_sub(last) / group + 1)]
+}
+
+/// The most heads in a group that access `most_bytes` together: at least 1.
+pub(super) fn heads_within(bytes: usize, most_bytes: usize) -> usize {
+    (most_bytes / bytes.max(1)).clamp(1, HEADS_PER_GROUP)
+}
+
+/// The heads in a group of a backward pass, of which each accesses `bytes`, and all no more than `most_bytes`.
+pub(super) fn backward_heads(bytes: usize, most_bytes: usize) -> usize {
+    heads_within(bytes, BACKWARD_CACHED_BYTES).max(BACKWARD_LEAST_HEADS).min(heads_within(bytes, most_bytes))
 }
 
 /// As [`groups`], where tiles have shares: a head is one share of a KV head. All are one group if that is no more than the

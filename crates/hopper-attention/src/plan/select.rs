@@ -293,7 +293,7 @@ fn schedule(
     let multiprocessors = multiprocessors(problem, gpu, &kernel)?;
     let keys = dims.heads_kv * dims.seqlen_kv * (dims.head_dim_qk + dims.head_dim_vo) * kernel.dtype.bytes();
     let [heads_per_group, groups] =
-        groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), usize::MAX);
+        groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), HEADS_PER_GROUP);
     let bounds = Bounds::of(problem);
     let shares = match shares {
         _ if kernel.most_shares <= 1 => 1,
