@@ -4,12 +4,12 @@
 # bench.json, bench.csv and the charts go to the target folder's bench/ unless --output says otherwise. On a machine with an
 # NVIDIA driver the kernels are built too (minutes, the first time); anywhere else, or with HATTN_BENCH_DEVICE=cpu, the sweep
 # runs small sizes on the CPU backend against the naive computation and needs neither CUDA nor a C++ compiler.
-# Two peers are Python packages that PyTorch does not bring. If the Python has PyTorch and lacks such a peer, the script fetches
+# Three peers are Python packages that PyTorch does not bring. If the Python has PyTorch and lacks such a peer, the script fetches
 # its wheels from PyPI into the toolchain's folder. third_party/README.md has their versions and licences.
 # - FlashAttention-4, with NVIDIA's CUTLASS DSL: 100 MB. For bf16 and f16 points, on a GPU, with a PyTorch for CUDA 13.
 #   It compiles its kernels during the sweep, before each timing. That takes seconds for each kind of problem.
 # - NVIDIA's cuDNN frontend: 12 MB. For e4m3 points, because PyTorch does not call cuDNN's FP8 attention.
-# HATTN_BENCH_NO_FETCH=1 leaves both out, also when an earlier run has fetched them. The report names the peers that are missing.
+# HATTN_BENCH_NO_FETCH=1 leaves them out, also when an earlier run has fetched them. The report names the peers that are missing.
 # HATTN_BENCH_PROGRAM=FILE skips the build, for a machine without cargo. FILE is a hattn with libhopper_attention_benches.so beside it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
