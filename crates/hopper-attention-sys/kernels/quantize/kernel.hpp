@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Traits<kHeadDim>::kThreads, Traits<kHeadDim>::
             scaled[i] = clamp(scaled[i], params.most);
           }
         }
-        write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(scaled));
+        store_chunk(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(scaled));
       }
       __syncwarp();
       std::uint64_t const row_bytes = params.stored.stride_row;

@@ -327,7 +327,7 @@ struct Once {
       for (float& one : x) {
         one = multiply(one, factor);
       }
-      write_shared(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(x));
+      store_chunk(first_unit ^ unit_of<kHeadDim, kRotation>(0, u) * 16, pack_unit(x));
     }
     if (params.counts != nullptr) {
       count_not_finite(words, rows, lane);

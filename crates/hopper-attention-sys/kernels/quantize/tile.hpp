@@ -6,6 +6,7 @@
 // by the row's low bits, so that the eight lanes that read or write together meet all banks.
 #pragma once
 
+#include "common/shared.hpp"
 #include "common/thread.hpp"
 #include "quantize/rotate.hpp"
 #include "quantize/schedule.hpp"
@@ -17,21 +18,6 @@ CUTE_DEVICE int thread_index() {
   int const index = thread_index_anew();
   __builtin_assume(index >= 0 && index < 1024);
   return index;
-}
-
-CUTE_DEVICE uint4 read_shared(std::uint32_t address) {
-  uint4 piece;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
-               : "r"(address)
-               : "memory");
-  return piece;
-}
-
-CUTE_DEVICE void write_shared(std::uint32_t address, uint4 piece) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(piece.x), "r"(piece.y), "r"(piece.z),
-               "r"(piece.w)
-               : "memory");
 }
 
 template <int kHeadDim>
@@ -102,7 +88,7 @@ struct WarpTile {
     std::uint32_t const first = shared + row * kRowBytes + (chunk ^ chunk_flips(row, chunk)) * 16;
     CUTE_UNROLL
     for (int j = 0; j < kChunksALane; ++j) {
-      uint4 const piece = read_shared(first ^ j * 16);
+      uint4 const piece = load_chunk(first ^ j * 16);
       pairs[4 * j] = piece.x;
       pairs[4 * j + 1] = piece.y;
       pairs[4 * j + 2] = piece.z;
@@ -150,7 +136,7 @@ struct WarpTile {
     int const there = 2 * unit < chunks ? rows - row : 0;
     CUTE_UNROLL
     for (int i = 0; i < kRows; i += kRowsAStore) {
-      uint4 const bytes = read_shared(shared + lane * 16 + i * kHeadDim);
+      uint4 const bytes = load_chunk(shared + lane * 16 + i * kHeadDim);
       if (i < there) {
         __stcs(reinterpret_cast<uint4*>(target), bytes);
       }

@@ -9,6 +9,7 @@
 // was written counts for nothing, and the fallback row computes everything again. Else its CTAs return at once.
 #pragma once
 
+#include "common/shared.hpp"
 #include "common/visits.hpp"
 #include "sm90/fp8/traits.hpp"
 
@@ -112,17 +113,16 @@ struct Fp8Range {
     std::uint32_t address = cute::cast_smem_ptr_to_uint(elements) + threadIdx.x % 32 * 16;
     CUTE_NO_UNROLL
     for (int i = 0; i < kBytes; i += 512 * kBatch) {
-      std::uint32_t words[4 * kBatch];
+      uint4 pieces[kBatch];
       CUTE_UNROLL
       for (int j = 0; j < kBatch; ++j) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[4 * j]), "=r"(words[4 * j + 1]), "=r"(words[4 * j + 2]), "=r"(words[4 * j + 3])
-                     : "r"(address + i + 512 * j)
-                     : "memory");
+        pieces[j] = load_chunk(address + i + 512 * j);
       }
       CUTE_UNROLL
-      for (std::uint32_t const word : words) {
-        found |= (word & 0x7f7f7f7fU) + (0x80U - 0x57U) * 0x01010101U;
+      for (uint4 const& piece : pieces) {
+        for (std::uint32_t const word : {piece.x, piece.y, piece.z, piece.w}) {
+          found |= (word & 0x7f7f7f7fU) + (0x80U - 0x57U) * 0x01010101U;
+        }
       }
     }
     __syncwarp();

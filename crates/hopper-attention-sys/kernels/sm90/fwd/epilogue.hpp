@@ -13,6 +13,7 @@
 #include "common/leak_blocks.hpp"
 #include "common/mask.hpp"
 #include "common/overflow.hpp"
+#include "common/shared.hpp"
 #include "common/sinks.hpp"
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
@@ -179,12 +180,8 @@ struct Epilogue {
     CUTE_UNROLL
     for (int i = 0; i < 16; i += 2) {
       if (query + i < queries) {
-        uint4 words;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                     : "r"(slab_address<Traits::kSlabRowBytes>(slab, row + i, chunk % kChunks))
-                     : "memory");
-        *reinterpret_cast<uint4*>(o.at(query + i, 8 * chunk)) = words;
+        *reinterpret_cast<uint4*>(o.at(query + i, 8 * chunk)) =
+            load_chunk(slab_address<Traits::kSlabRowBytes>(slab, row + i, chunk % kChunks));
       }
     }
   }
