@@ -6,6 +6,7 @@
 # runs small sizes on the CPU backend against the naive computation and needs neither CUDA nor a C++ compiler.
 # Three peers are Python packages that PyTorch does not bring. If the Python has PyTorch and lacks such a peer, the script fetches
 # its wheels from PyPI into the toolchain's folder. third_party/README.md has their versions and licences.
+# - FlashAttention-3, in a wheel of xformers: 112 MB. For bf16 and f16 points, on a GPU, with PyTorch 2.10 or later.
 # - FlashAttention-4, with NVIDIA's CUTLASS DSL: 100 MB. For bf16 and f16 points, on a GPU, with a PyTorch for CUDA 13.
 #   It compiles its kernels during the sweep, before each timing. That takes seconds for each kind of problem.
 # - NVIDIA's cuDNN frontend: 12 MB. For e4m3 points, because PyTorch does not call cuDNN's FP8 attention.
