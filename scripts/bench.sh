@@ -40,6 +40,12 @@ fetch() {
   cat "$@" >"$folder.part/pins.txt" && rm -rf "$folder" && mv "$folder.part" "$folder"
 }
 
+# find_in FOLDER...: puts these folders in front of PYTHONPATH, the first of them foremost.
+find_in() {
+  local IFS=:
+  export PYTHONPATH="$*${PYTHONPATH:+:$PYTHONPATH}"
+}
+
 # fetch_peers OPTION...: fetches what a sweep with these options times and Python lacks, and puts it on PYTHONPATH.
 fetch_peers() {
   local python=python3 dtypes="" about tag cuda folder toolchain=${HATTN_TOOLCHAIN_DIR:-$PWD/.toolchain}
@@ -60,14 +66,14 @@ fetch_peers() {
   if [[ $dtypes == *e4m3* ]] && ! "$python" -c 'import cudnn' >/dev/null 2>&1; then
     folder=$toolchain/python/cudnn-$tag
     if fetch "$python" "$folder" "NVIDIA's cuDNN frontend (12 MB)" benches/peers/requirements.txt; then
-      export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+      find_in "$folder"
     fi
   fi
   if [[ ${dtypes:-bf16,f16} == *f16* && $cuda != False ]] && ! "$python" -c 'import flash_attn_interface' >/dev/null 2>&1 &&
     ! "$python" -c 'import xformers' >/dev/null 2>&1; then
     folder=$toolchain/python/fa3
     if fetch "$python" "$folder" "xformers, for the FlashAttention-3 that it has compiled (112 MB)" benches/peers/requirements-fa3.txt; then
-      export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+      find_in "$folder"
     fi
   fi
   if [[ ${dtypes:-bf16,f16} == *f16* && $cuda == 13.* ]] && ! "$python" -c 'import flash_attn.cute' >/dev/null 2>&1; then
@@ -78,7 +84,7 @@ fetch_peers() {
       # With this file, Python takes the folder before an installed FlashAttention-2, whose package has the same name.
       touch "$folder/flash_attn/__init__.py"
       # The second folder is what the DSL's .pth file names. Python does not read .pth files of PYTHONPATH.
-      export PYTHONPATH=$folder:$folder/nvidia_cutlass_dsl/dsl_packages${PYTHONPATH:+:$PYTHONPATH}
+      find_in "$folder" "$folder/nvidia_cutlass_dsl/dsl_packages"
     fi
   fi
 }

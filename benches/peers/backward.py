@@ -26,6 +26,14 @@ CHUNK = 1024
 NAMES = ("d_q", "d_k", "d_v")
 
 
+def poisoned(given, torch):
+    """Memory for dQ, dK and dV, laid out as Q, K and V and full of NaN. Raises a RuntimeError where no forward gave an O."""
+    if given["o"] is None:
+        raise RuntimeError(given["why"])
+    empty = lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).fill_(float("nan"))
+    return tuple(empty(given[name]) for name in ("q", "k", "v"))
+
+
 class EntryBackward:
     """A shared object with the C entry, which writes into gradients that were poisoned with NaN."""
 
@@ -36,10 +44,7 @@ class EntryBackward:
 
     def prepare(self, p, given):
         torch = self.torch
-        if given["o"] is None:
-            raise RuntimeError(given["why"])
-        empty = lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).fill_(float("nan"))
-        self.gradients = tuple(empty(given[name]) for name in ("q", "k", "v"))
+        self.gradients = poisoned(given, torch)
         tensors = {name: given[name] for name in ("q", "k", "v", "o", "d_o")}
         tensors.update(zip(NAMES, self.gradients))
         self.offsets = self.library.offsets(p, torch)

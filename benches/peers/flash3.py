@@ -8,6 +8,7 @@ import os
 import sys
 
 import additive
+import backward
 import entry
 import sdpa
 
@@ -34,9 +35,7 @@ def load(torch):
 def keywords(p, torch):
     """What a point asks for beside tensors, in the words of both operators. Raises a RuntimeError for what neither has."""
     additive.refuse("fa3", p)
-    for what in ("alibi", "blocks", "dropout"):
-        if p.get(what):
-            raise RuntimeError(f"{entry.STATUS[2]}: flash_attn_3 has no {what}")
+    sdpa.refuse_options("flash_attn_3", p, ("alibi", "blocks", "dropout"))
     said = {"is_causal": p["causal"], "softcap": float(p.get("softcap", 0.0))}
     if p.get("window") is not None:
         said.update(is_causal=False, window_size_left=p["window"], window_size_right=0)
@@ -89,13 +88,9 @@ class Flash3Backward:
         self.name, self.role, self.torch, self.operators = inner.name, inner.role, inner.torch, inner.operators
 
     def prepare(self, p, given):
-        if given["o"] is None:
-            raise RuntimeError(given["why"])
+        self.gradients = backward.poisoned(given, self.torch)
         sdpa.refuse_dims(self.name, p)
-        torch = self.torch
-        self.keywords = keywords(p, torch)
-        empty = lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).fill_(float("nan"))
-        self.gradients = tuple(empty(given[name]) for name in ("q", "k", "v"))
+        self.keywords = keywords(p, self.torch)
         lse = given["lse"].squeeze(0) if entry.lengths(p) is not None else given["lse"]
         self.given = (*rows(p, *(given[name] for name in ("d_o", "q", "k", "v", "o"))), lse)
         self.keywords.update(zip(("dq", "dk", "dv"), rows(p, *self.gradients)))

@@ -19,9 +19,13 @@ def refuse_dims(name, p):
         raise RuntimeError(f"{entry.STATUS[2]}: {name} takes head dims up to {LARGEST}")
 
 
-def refuse_softcap(name, p):
-    """Raises a RuntimeError where a peer that has no cap of the scores, no biases and no lists of blocks is asked for one."""
-    for what in ("softcap", "alibi", "blocks"):
+# What the backends do not have, in the words of a point.
+NOT_IN_BACKENDS = ("softcap", "alibi", "blocks")
+
+
+def refuse_options(name, p, options):
+    """Raises a RuntimeError where a peer is asked for one of these options, which it does not have."""
+    for what in options:
         if p.get(what):
             raise RuntimeError(f"{entry.STATUS[2]}: {name} has no {what}")
 
@@ -48,7 +52,7 @@ class Sdpa:
         return additive.leaf(p, bias, q, self.torch)
 
     def prepare(self, p, q, k, v, bias=None):
-        refuse_softcap("this backend", p)
+        refuse_options("this backend", p, NOT_IN_BACKENDS)
         if not self.masks:
             additive.refuse("this backend", p)
         if entry.lengths(p) is not None:
@@ -86,7 +90,7 @@ class SdpaFlash(Sdpa):
         super().__init__("fa2", torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch)
 
     def prepare(self, p, q, k, v, bias=None):
-        refuse_softcap("this backend", p)
+        refuse_options("this backend", p, NOT_IN_BACKENDS)
         refuse_dims(self.name, p)
         self.packed = entry.lengths(p) is not None
         if not self.packed:

@@ -38,13 +38,13 @@ pub(super) const HEADS_PER_GROUP: usize = 16;
 /// end (benches/LOG.md, entry 14).
 const LAST_GROUP_HEADS: usize = 64;
 const LAST_GROUP_BYTES: usize = 32 << 20;
-/// The bytes that the tiles of a group read, or add to, in a backward pass: what stays in the second-level cache need not come from
-/// memory again, which takes time and power. But a group has at least these heads: with one or two, long sequences are slower
-/// (benches/LOG.md, entry 74).
+/// The bytes that the tiles of a group read, or add to, in a backward pass. What stays in the second-level cache need not come
+/// from memory again, which takes time and power (benches/LOG.md, entry 74).
 const BACKWARD_CACHED_BYTES: usize = 64 << 20;
+/// The least heads in such a group, even if it then accesses more bytes. With one or two, long sequences are slower.
 const BACKWARD_LEAST_HEADS: usize = 4;
-/// The most bytes of it, even if a group then has fewer heads. With more, so little stays in the second-level
-/// cache that CTAs which lag behind, and find nothing there, fall behind further (benches/LOG.md, entry 34).
+/// The most bytes that it accesses, even if it then has fewer heads. With more, so little stays in the second-level cache that
+/// CTAs which lag behind, and find nothing there, fall behind further (benches/LOG.md, entry 34).
 pub(super) const BACKWARD_GROUP_BYTES: usize = 512 << 20;
 /// The same with lists of blocks. Each CTA is elsewhere in its own lists, so that all of it is in use at a time (entry 68).
 pub(super) const LISTED_GROUP_BYTES: usize = 16 << 20;
@@ -116,7 +116,7 @@ pub(super) fn heads_within(bytes: usize, most_bytes: usize) -> usize {
     (most_bytes / bytes.max(1)).clamp(1, HEADS_PER_GROUP)
 }
 
-/// The heads in a group of a backward pass, of which each accesses `bytes`, and all no more than `most_bytes`.
+/// The heads in a group of a backward pass: each accesses `bytes`, and all of them `most_bytes` at most, unless it is one head.
 pub(super) fn backward_heads(bytes: usize, most_bytes: usize) -> usize {
     heads_within(bytes, BACKWARD_CACHED_BYTES).max(BACKWARD_LEAST_HEADS).min(heads_within(bytes, most_bytes))
 }
