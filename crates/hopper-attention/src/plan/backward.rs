@@ -266,7 +266,9 @@ fn select_cut(
             is_bounded: problem.forward().sm_margin() > 0,
             bytes,
             sums: key_sums_bytes(&kernel),
+            costs: shares::Costs::of(&kernel, turns),
             most_bytes: shares::MOST_BYTES.max(heads_q * dims.seqlen_q * kernel.head_dim_qk * size_of::<f32>()),
+            is_causal: kernel.mask == MaskClass::Causal,
             ordered: turns,
             // The kernel that adds a bias has no clusters.
             most_in_cluster: if problem.forward().bias().is_some() { 1 } else { kernel.most_shares },

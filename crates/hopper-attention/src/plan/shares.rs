@@ -13,32 +13,62 @@
 //! - Where many tiles are alike, CTAs take them in rounds, and in the last round half of them may have none. Only the last tiles
 //!   are cut then, so that the last round is shorter.
 //!
-//! The model of the time is a fit to an H100 (benches/LOG.md, entry 34). All its times are in steps, of some 2 microseconds.
+//! The model of the time is a fit to an H200 (benches/LOG.md, entry 75). Its unit is a step: 2.4 microseconds at head dim 64, 1.6
+//! at 128.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 use super::schedule::{Bounds, LARGEST_CLUSTER, clusters_at_a_time};
 use crate::arch::MaskClass;
 use crate::problem::Dims;
 use crate::table::KernelInfo;
 
-/// What a tile costs beside its steps: K and V are loaded, the first scores have no product beside them, dK and dV are
-/// written.
-const WHOLE: f64 = 1.5;
-/// The same of a share, which adds dK and dV to sums.
-const SUMMED: f64 = 4.0;
-/// The same of a share that a CTA of a cluster has.
-const IN_CLUSTER: f64 = 2.5;
-/// Bytes of these sums that are zeroed before, or converted after, in the time of a step.
-const BYTES_A_STEP: f64 = 8e6;
+/// What a kernel's tiles and shares cost beside their steps, in steps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Costs {
+    /// Of a whole tile: K and V are loaded, the first scores have no product beside them, dK and dV are written.
+    whole: f64,
+    /// Of a share, which adds dK and dV to sums.
+    summed: f64,
+    /// Of a share that a CTA of a cluster has.
+    in_cluster: f64,
+    /// Bytes of these sums that are zeroed before, or converted after, in the time of a step.
+    bytes_a_step: f64,
+}
+
+impl Costs {
+    /// Those of a kernel. Passes in which tiles take turns were not timed again: theirs are of an older fit, to an H100 (entry 34).
+    pub(super) fn of(kernel: &KernelInfo, ordered: bool) -> Self {
+        match kernel.head_dim_qk {
+            _ if ordered => Self { whole: 1.5, summed: 4.0, in_cluster: 2.5, bytes_a_step: 8.0e6 },
+            ..=64 => Self { whole: 0.45, summed: 0.95, in_cluster: 2.0, bytes_a_step: 4.3e6 },
+            _ => Self { whole: 1.0, summed: 3.0, in_cluster: 3.9, bytes_a_step: 4.3e6 },
+        }
+    }
+}
+
+/// In how many rounds the CTAs may take shares, so that the time is found by giving them out one by one. With more rounds it is
+/// that of even work, and [`LATE`]. The same where tiles take turns.
+const ROUNDS: usize = 8;
 /// Part of the longest share by which the grid ends late. (CTAs that are done wait for the others.)
 const LATE: f64 = 0.15;
+/// What the second-level cache holds of what the tiles under way access, in bytes.
+const CACHED: f64 = 50e6;
+/// Under a causal mask, steps take up to this part longer the more it is: as much at twice [`CACHED`]. (Without a mask tiles visit
+/// the same blocks at a time. Windows are small.)
+const MISSES: f64 = 0.2;
 /// Cutting must save at least this part of the time.
 const WORTH: f64 = 0.03;
 /// The same where only the last tiles are cut.
-const WORTH_OF_LAST: f64 = 0.01;
+const WORTH_OF_LAST: f64 = 0.0122;
 /// What counts as the same time.
 const AS_GOOD: f64 = 1.01;
 /// The most shares of a tile.
 pub(super) const MOST: usize = 32;
+/// The numbers of shares that are looked at, with the number of query heads that read a KV head. (All of them would take longer
+/// than a launch.)
+const NUMBERS: [usize; 15] = [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, MOST];
 /// Problems with more tiles of keys in a head are not looked at: the choice would take longer than a launch.
 const MOST_TILES: usize = 1 << 14;
 /// The most bytes that the sums of dK and dV may take, if they take more than the sums of dQ.
@@ -89,8 +119,12 @@ pub(super) struct Work {
     pub bytes: usize,
     /// Bytes of the sums of dK and dV of one tile.
     pub sums: usize,
+    /// What its tiles and shares cost.
+    pub costs: Costs,
     /// The most bytes of all of them ([`MOST_BYTES`]).
     pub most_bytes: usize,
+    /// Whether the mask is causal.
+    pub is_causal: bool,
     /// Whether tiles take turns, so that each share needs sums of its own.
     pub ordered: bool,
     /// The most CTAs of a cluster that may share a tile.
@@ -136,6 +170,11 @@ impl Work {
         self.steps.iter().sum::<usize>() * self.heads
     }
 
+    /// The steps of the longest tile.
+    fn most(&self) -> usize {
+        self.steps.iter().copied().max().unwrap_or(1)
+    }
+
     /// Shares that have steps. A tile of few steps has fewer.
     fn listed(&self, shares: usize) -> usize {
         self.steps.iter().map(|&steps| steps.min(shares)).sum::<usize>() * self.heads
@@ -149,22 +188,54 @@ impl Work {
     /// What a share costs beside its steps, and what zeroing and converting the sums costs.
     fn beside(&self, shares: usize) -> [f64; 2] {
         match shares {
-            1 => [WHOLE, 0.0],
-            _ => [SUMMED, 2.0 * self.sums(shares) as f64 / BYTES_A_STEP],
+            1 => [self.costs.whole, 0.0],
+            _ => [self.costs.summed, 2.0 * self.sums(shares) as f64 / self.costs.bytes_a_step],
         }
     }
 
     /// The time that the launch takes with so many shares of each tile.
     fn time(&self, shares: usize) -> f64 {
         let [beside, around] = self.beside(shares);
-        let most = self.steps.iter().copied().max().unwrap_or(1);
-        let longest = most.div_ceil(shares) as f64 + beside;
         let listed = self.listed(shares);
+        let step = if self.is_causal && !self.ordered { 1.0 + MISSES * self.missed(shares) } else { 1.0 };
+        if !self.ordered && listed <= ROUNDS * self.multiprocessors {
+            return self.given_out(shares, step, beside) + around;
+        }
+        let longest = step * self.most().div_ceil(shares) as f64 + beside;
         if self.is_even() {
             return listed.div_ceil(self.multiprocessors) as f64 * longest + around;
         }
-        let each = (self.steps() as f64 + listed as f64 * beside) / self.multiprocessors as f64;
+        let each = (step * self.steps() as f64 + listed as f64 * beside) / self.multiprocessors as f64;
         each.max(longest) + LATE * longest + around
+    }
+
+    /// By how much the bytes that tiles under way access exceed those that are [`CACHED`], as a part of these, 1 at most.
+    fn missed(&self, shares: usize) -> f64 {
+        let tiles = (self.multiprocessors / shares).clamp(1, self.steps.len() * self.heads) as f64;
+        let bytes = self.bytes as f64 * (tiles / self.steps.len() as f64).min(self.heads as f64);
+        (bytes / CACHED - 1.0).clamp(0.0, 1.0)
+    }
+
+    /// When the last CTA is done, where each takes the longest share that is left once it is done with the one before.
+    fn given_out(&self, shares: usize, step: f64, beside: f64) -> f64 {
+        const PARTS: f64 = 1024.0; // of a step, since a heap orders integers
+        let mut done = BinaryHeap::from(vec![Reverse(0_u64); self.multiprocessors]);
+        let mut tiles = self.steps.clone();
+        tiles.sort_unstable_by_key(|&steps| Reverse(steps));
+        for steps in tiles {
+            let count = steps.min(shares);
+            for share in 0..count {
+                // The first shares have the steps that are left over.
+                let own = steps / count + usize::from(share < steps % count);
+                let time = ((own as f64 * step + beside) * PARTS) as u64;
+                for _ in 0..self.heads {
+                    if let Some(mut first) = done.peek_mut() {
+                        first.0 += time;
+                    }
+                }
+            }
+        }
+        done.into_iter().map(|Reverse(time)| time).max().unwrap_or(0) as f64 / PARTS
     }
 
     /// Whether the shares of each tile can be a cluster's: all clusters must run at a time. Not where tiles take turns. A tile waits
@@ -180,8 +251,7 @@ impl Work {
         if !self.runs(shares) {
             return None;
         }
-        let most = self.steps.iter().copied().max().unwrap_or(1);
-        Some((most.div_ceil(shares) as f64 + IN_CLUSTER) * (1.0 + LATE))
+        Some(self.most().div_ceil(shares) as f64 + self.costs.in_cluster)
     }
 
     /// What shares cost more than whole tiles, as a part of the steps.
@@ -227,9 +297,9 @@ impl Work {
         let rounds = [tiles / ctas, (tiles / ctas).saturating_sub(1)];
         let time = |shares: usize, rounds: usize| {
             let last = tiles - rounds * ctas;
-            let of_shares = (last * shares).div_ceil(ctas) as f64 * (steps.div_ceil(shares) as f64 + SUMMED);
-            let around = 2.0 * (last * self.sums) as f64 / BYTES_A_STEP;
-            rounds as f64 * (steps as f64 + WHOLE) + of_shares + around
+            let of_shares = (last * shares).div_ceil(ctas) as f64 * (steps.div_ceil(shares) as f64 + self.costs.summed);
+            let around = 2.0 * (last * self.sums) as f64 / self.costs.bytes_a_step;
+            rounds as f64 * (steps as f64 + self.costs.whole) + of_shares + around
         };
         (2..=MOST.min(steps))
             .filter(|&shares| self.is_aligned(shares))
@@ -243,9 +313,11 @@ impl Work {
     /// The number of shares of each tile whose sums are in the workspace: 1, or what takes the least time. `whole` is that of
     /// whole tiles.
     fn shares(&self, whole: f64) -> usize {
-        let most = self.steps.iter().copied().max().unwrap_or(1).min(MOST);
+        let most = self.most().min(MOST);
         let fits = |shares: &usize| self.sums(*shares) <= self.most_bytes;
+        let is_looked_at = |&shares: &usize| self.ordered || shares == self.group || NUMBERS.contains(&shares);
         let times: Vec<(usize, f64)> = (2..=most)
+            .filter(is_looked_at)
             .filter(|&shares| self.is_aligned(shares) && fits(&shares))
             .map(|shares| (shares, self.time(shares)))
             .filter(|(_, time)| *time < whole * (1.0 - WORTH))
@@ -268,6 +340,10 @@ mod tests {
     use crate::plan::schedule::small_bands;
     use crate::table::tests::ROW;
 
+    fn costs(ordered: bool) -> Costs {
+        Costs::of(&KernelInfo { head_dim_qk: 128, ..ROW }, ordered)
+    }
+
     /// A launch at head dim 128 under a causal mask, on 132 multiprocessors.
     fn causal(group: usize, heads: usize, seqlen: usize) -> Work {
         let blocks = seqlen / 64;
@@ -278,7 +354,9 @@ mod tests {
             multiprocessors: 132,
             bytes: group * seqlen * 1024,
             sums: 128 << 10,
+            costs: costs(false),
             most_bytes: MOST_BYTES,
+            is_causal: true,
             ordered: false,
             is_bounded: false,
             most_in_cluster: 1,
@@ -289,7 +367,8 @@ mod tests {
     fn few_tiles_are_cut_until_they_fill_the_card() {
         // 16 tiles for 132 multiprocessors; the longest has 32 blocks of 8 heads.
         assert_eq!(causal(8, 1, 2048).cut().shares, 16);
-        assert_eq!(causal(8, 1, 8192).cut().shares, 8);
+        assert_eq!(causal(8, 1, 8192).cut().shares, 4);
+        assert_eq!(Work { ordered: true, costs: costs(true), ..causal(8, 1, 8192) }.cut().shares, 8);
         assert_eq!(causal(4, 4, 8192).cut().shares, 2);
         // One query head a KV head: its blocks are cut.
         assert_eq!(causal(1, 4, 2048).cut().shares, 3);
@@ -298,6 +377,34 @@ mod tests {
         // As many tiles as fill the card.
         assert_eq!(causal(1, 16, 4096).cut().shares, 1);
         assert_eq!(causal(4, 32, 2048).cut().shares, 1);
+    }
+
+    #[test]
+    fn each_multiprocessor_takes_the_longest_share_left() {
+        let costs = Costs { whole: 0.0, summed: 1.0, in_cluster: 0.0, bytes_a_step: 1.0 };
+        let work = |heads| Work {
+            steps: vec![3, 4, 3],
+            multiprocessors: 2,
+            is_causal: false,
+            sums: 0,
+            costs,
+            ..causal(1, heads, 128)
+        };
+        // 4 beside 3 and 3. Of two heads: 4 and 3 and 3, twice.
+        assert_eq!(work(1).time(1), 6.0);
+        assert_eq!(work(2).time(1), 10.0);
+        // Halves, each a step longer: 3, 3 and 2 beside 3, 2 and 3.
+        assert_eq!(work(1).time(2), 8.0);
+        // Sums are zeroed and converted.
+        assert_eq!(Work { sums: 5, ..work(1) }.time(2), 8.0 + 2.0 * 3.0 * 5.0);
+    }
+
+    /// 256 tiles fill the card. But eight query heads of 2k queries, of each of eight KV heads, exceed the cache.
+    #[test]
+    fn query_heads_under_way_stay_in_the_cache() {
+        assert_eq!(causal(8, 16, 2048).cut().shares, 4);
+        assert_eq!(Work { is_causal: false, ..causal(8, 16, 2048) }.cut().shares, 1);
+        assert_eq!(causal(4, 16, 2048).cut().shares, 1);
     }
 
     #[test]
@@ -386,6 +493,7 @@ mod tests {
         // The same without a mask.
         let full = |group: usize, heads, seqlen: usize| Work {
             steps: vec![group * seqlen / 64; seqlen / 128],
+            is_causal: false,
             ..causal(group, heads, seqlen)
         };
         assert_eq!(full(8, 1, 65536).cut(), Cut::all(8, false));
