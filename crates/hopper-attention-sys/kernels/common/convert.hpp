@@ -312,8 +312,8 @@ Status BwdConvert<Traits>::load() noexcept {
     return load_kernel(bwd_convert_packed<Traits>);
   } else {
     if constexpr (Traits::kOverlaps) {
-      return to_status(cudaFuncSetAttribute(bwd_convert<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            spreading_bytes(1)));
+      return to_status(
+          cudaFuncSetAttribute(bwd_convert<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, spreading_bytes(1)));
     }
     return load_kernel(bwd_convert<Traits>);
   }
