@@ -299,8 +299,9 @@ __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
 }
 
 // The shared memory that a CTA of such a launch asks for, though it uses none. Few CTAs would gather on the
-// multiprocessors that the kernel before leaves first, three on each, and would share what these can read. So one has a
-// multiprocessor to itself, or two have one.
+// multiprocessors that the kernel before leaves first, three on each, and would share the bandwidth of these. So up to
+// 132 CTAs ask for more than half of the shared memory: each is alone on a multiprocessor. Up to 264 ask for more than
+// a third: two share one at most.
 inline int spreading_bytes(int ctas) {
   constexpr int kMultiprocessors = 132;
   return ctas <= kMultiprocessors ? 116 << 10 : ctas <= 2 * kMultiprocessors ? 76 << 10 : 0;

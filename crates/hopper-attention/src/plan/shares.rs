@@ -3,7 +3,8 @@
 //! A *step* is one block of queries that a tile of keys visits, in one query head. A tile's steps are those of all query heads
 //! that read its KV head. They can be cut into *shares*: a share is some steps of a tile, and a CTA computes one share at a
 //! time. What the shares of a tile add to dK and dV is summed in the workspace, or by a cluster of CTAs that have the shares of
-//! one tile. A cluster's sums cost less, but a cluster has 8 CTAs at most, and all clusters must run at a time.
+//! one tile. A share in a cluster costs more than one whose sums are in memory, but nothing is zeroed before or converted
+//! after. A cluster has 8 CTAs at most, and all clusters must run at a time.
 //!
 //! Shares serve three ends:
 //! - More CTAs than there are tiles can work, and they end more evenly.
@@ -55,7 +56,8 @@ const ROUNDS: usize = 8;
 const LATE: f64 = 0.15;
 /// What the second-level cache holds of what the tiles under way access, in bytes.
 const CACHED: f64 = 50e6;
-/// Under a causal mask, steps take up to this part longer the more it is: as much at twice [`CACHED`]. (Without a mask tiles visit
+/// Under a causal mask, a step takes this part longer where the tiles access twice [`CACHED`] or more, and less in proportion
+/// between. (Without a mask tiles visit
 /// the same blocks at a time. Windows are small.)
 const MISSES: f64 = 0.2;
 /// Cutting must save at least this part of the time.
