@@ -32,7 +32,7 @@ pub(super) struct Costs {
     whole: f64,
     /// Of a share, which adds dK and dV to sums.
     summed: f64,
-    /// Of a share that a CTA of a cluster has.
+    /// Of a share that a CTA of a cluster has. Tiles that take turns have no clusters.
     in_cluster: f64,
     /// Bytes of these sums that are zeroed before, or converted after, in the time of a step.
     bytes_a_step: f64,
@@ -42,7 +42,7 @@ impl Costs {
     /// Those of a kernel. Passes in which tiles take turns were not timed again: theirs are of an older fit, to an H100 (entry 34).
     pub(super) fn of(kernel: &KernelInfo, ordered: bool) -> Self {
         match kernel.head_dim_qk {
-            _ if ordered => Self { whole: 1.5, summed: 4.0, in_cluster: 2.5, bytes_a_step: 8.0e6 },
+            _ if ordered => Self { whole: 1.5, summed: 4.0, in_cluster: f64::INFINITY, bytes_a_step: 8.0e6 },
             ..=64 => Self { whole: 0.45, summed: 0.95, in_cluster: 2.0, bytes_a_step: 4.3e6 },
             _ => Self { whole: 1.0, summed: 3.0, in_cluster: 3.9, bytes_a_step: 4.3e6 },
         }
@@ -57,8 +57,7 @@ const LATE: f64 = 0.15;
 /// What the second-level cache holds of what the tiles under way access, in bytes.
 const CACHED: f64 = 50e6;
 /// Under a causal mask, a step takes this part longer where the tiles access twice [`CACHED`] or more, and less in proportion
-/// between. (Without a mask tiles visit
-/// the same blocks at a time. Windows are small.)
+/// between. (Without a mask tiles visit the same blocks at a time. Windows are small.)
 const MISSES: f64 = 0.2;
 /// Cutting must save at least this part of the time.
 const WORTH: f64 = 0.03;
@@ -278,11 +277,10 @@ impl Work {
         }
         let whole = self.time(1);
         let shares = self.shares(whole);
-        let summed = self.time(shares).min(whole);
         (2..=self.most_in_cluster.min(LARGEST_CLUSTER))
             .filter_map(|shares| Some((self.time_in_clusters(shares)?, Cut::all(shares, true))))
-            .filter(|(time, _)| *time < summed && *time < whole * (1.0 - WORTH))
             .min_by(|a, b| a.0.total_cmp(&b.0))
+            .filter(|(time, _)| *time < whole * (1.0 - WORTH) && *time < self.time(shares))
             .map(|(_, cut)| cut)
             .or_else(|| if shares == 1 { self.last(whole) } else { None })
             .unwrap_or(Cut::all(shares, false))
