@@ -7,6 +7,7 @@
 #include "common/around.hpp"
 #include "common/element.hpp"
 #include "common/key_pieces.hpp"
+#include "common/launch.hpp"
 #include "common/leak_bwd.hpp"
 #include "common/start.hpp"
 #include "common/status.hpp"
@@ -162,33 +163,17 @@ CUTE_DEVICE bool convert_dense_queries(BwdParams const& params, std::int64_t blo
   return convert_queries<Traits>(params, block, m_block, offset, params.seqlen_q);
 }
 
-// Reads the constants of a launch that its CTAs need, while they wait for the kernel before: a warp stops at a constant
-// that the multiprocessor has not read yet.
-CUTE_DEVICE void read_ahead(BwdParams const& params) {
-  auto const read = [](std::uint64_t x) { asm volatile("" ::"l"(x)); };
-  read(params.d_q.address);
-  read(static_cast<std::uint64_t>(params.d_q.stride_row));
-  read(static_cast<std::uint64_t>(params.d_k.stride_row));
-  read(static_cast<std::uint64_t>(params.d_v.stride_row));
-  read(static_cast<std::uint64_t>(params.seqlen_q));
-  read(static_cast<std::uint64_t>(params.cut_tiles));
-  read(params.sums);
-  read(params.key_sums);
-  read(params.leak_flag);
-}
-
 // (With 768 threads on a multiprocessor. Without this bound ptxas keeps to fewer registers, and spills. Lists of blocks
 // take more of them.)
 template <class Traits>
 __global__ void __launch_bounds__(Traits::ThreadSums::kThreads,
                                   (Traits::kMask == MaskClass::Blocks ? 512 : 768) / Traits::ThreadSums::kThreads)
     bwd_convert(__grid_constant__ BwdParams const params) {
-  // From the last block to the first: the sums that were written last are still in L2.
-  std::int64_t block = gridDim.x - 1 - blockIdx.x;
   if constexpr (Traits::kOverlaps) {
-    read_ahead(params);
     await_kernel_before();
   }
+  // From the last block to the first: the sums that were written last are still in L2.
+  std::int64_t block = gridDim.x - 1 - blockIdx.x;
   if constexpr (Traits::kTakesShares) {
     int const pieces = key_pieces<Traits>(params);
     if (block < pieces) {
@@ -311,11 +296,9 @@ template <class Traits>
 Status BwdConvert<Traits>::load() noexcept {
   if constexpr (Traits::kIsPacked) {
     return load_kernel(bwd_convert_packed<Traits>);
+  } else if constexpr (Traits::kOverlaps) {
+    return prepare_kernel(bwd_convert<Traits>, spreading_bytes(1));
   } else {
-    if constexpr (Traits::kOverlaps) {
-      return to_status(
-          cudaFuncSetAttribute(bwd_convert<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, spreading_bytes(1)));
-    }
     return load_kernel(bwd_convert<Traits>);
   }
 }
