@@ -1,9 +1,10 @@
 # A list of kernels (fwd.def) becomes translation units of a few rows each, and a filtered copy of the list for the launch table.
 #
-# Several rows share a unit, because parsing the headers takes as long as compiling one to two rows. The rows of a unit have the
-# same head_dim_qk. Those which also have the same dtype and last column stay together, and of these groups as many share a unit as
-# have up to HATTN_ROWS_OF_UNIT rows in all. Few cores parse headers less often with larger units. Many cores would wait for the largest
-# unit. So what is compiled together depends on the lists, on the options that select rows, and on the number of cores.
+# Several rows share a unit, because parsing the headers takes as long as compiling one to two rows. The rows of a unit have the same
+# head_dim_qk. Those which also have the same dtype and the same column behind `stages` stay together, and of these groups as many
+# share a unit as have up to HATTN_ROWS_OF_UNIT rows in all. Few cores parse headers less often with larger units. Many cores would
+# wait for the largest unit. So what is compiled together depends on the lists, on the options that select rows, and on the number of
+# cores.
 cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
 set(HATTN_ROWS_OF_UNIT 8)
 if(cores LESS 8)
@@ -12,8 +13,8 @@ endif()
 
 # hattn_add_rows(ARCH/PASS)
 #   Reads kernels/ARCH/PASS/PASS.def. A row is one line:
-#   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more])`, where `more` is the type of scores
-#   (sm90/fp8), or `modified` (sm90/fwd, sm90/bwd).
+#   `HATTN_PASS_ARCH(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more]...)`, where `more` is the type of scores
+#   (sm90/fp8), or `modified` (sm90/fwd, sm90/bwd, and sm90/fp8 behind the type of scores).
 #   Keeps the rows with a selected dtype and head_dim_qk (HATTN_DTYPES, HATTN_HEAD_DIMS). A list without such a row adds nothing:
 #   only the lists sm90/fwd and sm80/fwd have head dim 96, only forward lists have head dims above 128, and only sm90/fp8 has E4M3.
 #   Of the kept rows it makes
@@ -53,8 +54,8 @@ function(hattn_add_rows list)
       string(REPLACE "," ";" columns "${columns}")
     endif()
     list(LENGTH columns count)
-    if(count LESS 7 OR count GREATER 8 OR "" IN_LIST columns)
-      message(FATAL_ERROR "${file}: expected ${macro}(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more]) "
+    if(count LESS 7 OR count GREATER 9 OR "" IN_LIST columns)
+      message(FATAL_ERROR "${file}: expected ${macro}(dtype, mask, head_dim_qk, head_dim_vo, tile_m, tile_n, stages[, more]...) "
                           "on one line, got: ${line}")
     endif()
     list(JOIN columns ", " row)
@@ -69,7 +70,7 @@ function(hattn_add_rows list)
     list(APPEND kept "${row}")
     list(LENGTH columns count)
     set(more "")
-    if(count EQUAL 5)
+    if(count GREATER 4)
       list(GET columns 4 more)
     endif()
     set(group "${dqk}_${dtype}_${more}")

@@ -155,6 +155,8 @@ class CudnnFp8:
         torch, cudnn, p = self.torch, self.frontend.cudnn, operands.p
         if entry.lengths(p) is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives cuDNN no packed e4m3 operands")
+        if "softcap" in p:
+            raise RuntimeError(f"{entry.STATUS[2]}: cuDNN has no softcap")
         if p.get("window") is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep asks cuDNN for no window of e4m3 operands")
         e4m3, f32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT

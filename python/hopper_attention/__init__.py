@@ -474,6 +474,7 @@ def attention_fp8(
     return_amax: bool = False,
     sm_margin: int = 0,
     s_aux: Any = None,
+    softcap: float | None = None,
 ) -> Any:
     """`attention` on operands that `quantize` made. It has no gradient.
 
@@ -481,13 +482,14 @@ def attention_fp8(
     - scale_o: f32 [1], with FP8 outputs: the factor on o before it is rounded.
     - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
     - s_aux: attention sinks as in `attention`, without a gradient.
+    - softcap: a cap of the scores as in `attention`.
 
     Gives o, or a tuple of o, lse and amax with those that were asked for.
     """
     _need_torch()
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     return _fp8.attention_fp8(
-        operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax, sm_margin, s_aux
+        operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax, sm_margin, s_aux, softcap
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from . import abi
 from ._calls import Call, prepared
-from ._plans import Window, descale_shape, margin_of, mask_of, plans, scale_of, scaling_of
+from ._plans import Window, descale_shape, margin_of, mask_of, plans, scale_of, scaling_of, softcap_of
 from ._sinks import operand
 from ._torch import DTYPES, _library, described, ordinal, problem_of, run
 
@@ -68,6 +68,7 @@ def attention_fp8(
     return_amax: bool,
     sm_margin: int,
     s_aux: Optional[torch.Tensor] = None,
+    softcap: Optional[float] = None,
 ) -> Any:
     """See hopper_attention.attention_fp8."""
     _check(q=operands.q, k=operands.k, v=operands.v)
@@ -95,6 +96,7 @@ def attention_fp8(
         operands.half_scores,
         margin_of(sm_margin),
         sinks,
+        softcap_of(softcap),
     )
     results = (o, *([lse] if return_lse else []), *([amax] if return_amax else []))
     return results if len(results) > 1 else o
@@ -108,7 +110,7 @@ _library.define(
 _library.define(
     "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor? scale_o,"
     " float scale, int mask, int corner, int window_left, int window_right, int scaling, int output, bool lse, bool amax,"
-    " bool half_scores, int sm_margin=0, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
+    " bool half_scores, int sm_margin=0, Tensor? sinks=None, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -155,9 +157,9 @@ def _fp8_outputs(q: Any, v: Any, output: int, lse: bool, amax: bool) -> list:
 
 
 def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any, *rest: Any) -> tuple:
-    # The dispatcher leaves out what is as it is by default: the sinks, and a margin of 0 before none.
+    # The dispatcher leaves out what is as it is by default, from the end: the margin, the sinks and the softcap.
     numbers, (scaling, output, lse, amax, half_scores) = rest[:5] + rest[10:11], rest[5:10]
-    sinks = rest[11] if len(rest) > 11 else None
+    sinks, softcap = *rest[11:], *(None, 0.0)[len(rest[11:]) :]
     o, lse_out, amax_out = outputs = _fp8_outputs(q, v, output, lse, amax)
     given = {"q": q, "k": k, "v": v, "o": o, "descale_q": dq, "descale_k": dk, "descale_v": dv}
     given |= {"lse": lse_out} if lse else {}
@@ -173,11 +175,12 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
             "scaling": scaling,
             "half_scores": int(half_scores),
             "sinks": 0 if sinks is None else DTYPES[sinks.dtype],
+            "softcap": softcap,
         }
         problem = problem_of(q, k, v, *numbers, **options)
         return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 
-    key = (rest[:11], *((name, t.dtype, t.device, t.shape, t.stride()) for name, t in given.items()))
+    key = (rest[:11], softcap, *((name, t.dtype, t.device, t.shape, t.stride()) for name, t in given.items()))
     run(prepared(key, make), q, tuple(given.values()))
     return tuple(outputs)
 

@@ -113,6 +113,26 @@ class Fp8(unittest.TestCase):
             with self.subTest(words=words), self.assertRaisesRegex(error, words):
                 hopper_attention.attention_fp8(operands, s_aux=sinks)
 
+    def test_softcap(self):
+        """Beside attention in f32 with the same cap, with sinks and without, eagerly and compiled."""
+        operands = hopper_attention.quantize(*self.qkv, scaling="per_block", half_scores=True)
+        sinks = torch.tensor([0.0, 3.0, -2.0, 8.0])
+        for s_aux in (None, sinks):
+            with self.subTest(sinks=s_aux is not None):
+                options = {"causal": True, "scale": 1.0, "softcap": 1.5, "s_aux": s_aux}
+                o, lse = hopper_attention.attention_fp8(operands, return_lse=True, **options)
+                self.assertLess(self.error(o, **options), 0.08)
+                want = hopper_attention.attention(*(t.float() for t in self.qkv), return_lse=True, **options)[1]
+                torch.testing.assert_close(lse, want, rtol=0, atol=0.2)
+                self.assertGreater(self.error(o, **{**options, "softcap": None}), 0.3)
+                call = lambda: hopper_attention.attention_fp8(operands, **options) * 2
+                compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+                self.assertTrue(torch.equal(compiled(), o * 2))
+        none = hopper_attention.attention_fp8(operands)
+        self.assertTrue(torch.equal(hopper_attention.attention_fp8(operands, softcap=0), none))
+        with self.assertRaisesRegex(abi.HattnError, "softcap: -1"):
+            hopper_attention.attention_fp8(operands, softcap=-1.0)
+
     def test_compiled(self):
         def both(q, k, v):
             return hopper_attention.attention_fp8(hopper_attention.quantize(q, k, v, hadamard=3), causal=True) * 2

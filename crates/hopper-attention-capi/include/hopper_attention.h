@@ -356,7 +356,7 @@ typedef struct hattn_forward_problem {
   // A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
   hattn_dtype sinks;
   // Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
-  // Not for HATTN_E4M3. Gradients are those of the capped scores.
+  // Gradients are those of the capped scores.
   float softcap;
   // Whether scores have ALiBi's bias, and which slopes there are. 0: none. Not for HATTN_E4M3.
   // The log-sum-exp has the whole bias in it. There is no gradient of the slopes.

@@ -272,8 +272,8 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   // The factor on Q K^T, finite and above 0. 0 stands for 1 / sqrt(head_dim_qk).
   constexpr ForwardProblem& softmax_scale(float scale) noexcept { return set(problem_.softmax_scale, scale); }
 
-  // Caps the scores: cap * tanh(softmax_scale * q k / cap), before the mask. Finite and above 0; 0: no cap. For other
-  // operands than E4M3. Gradients are those of the capped scores.
+  // Caps the scores: cap * tanh(softmax_scale * q k / cap), before the mask. Finite and above 0; 0: no cap.
+  // Gradients are those of the capped scores.
   constexpr ForwardProblem& softcap(float cap) noexcept { return set(problem_.softcap, cap); }
 
   // Attention with linear biases: a score loses slope * |i + offset - j|, after the cap and before the mask

@@ -222,7 +222,7 @@ pub struct hattn_forward_problem {
     /// A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
     pub sinks: hattn_dtype,
     /// Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
-    /// Not for HATTN_E4M3. Gradients are those of the capped scores.
+    /// Gradients are those of the capped scores.
     pub softcap: f32,
     /// Whether scores have ALiBi's bias, and which slopes there are. 0: none. Not for HATTN_E4M3.
     /// The log-sum-exp has the whole bias in it. There is no gradient of the slopes.

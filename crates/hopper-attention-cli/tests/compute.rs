@@ -237,6 +237,9 @@ fn capped_scores_by_hand() {
         let checked =
             hattn_on(&format!("check --backward --device cpu --softcap 30 --mask {mask}"), &input, None).fine();
         assert!(checked.contains("softcap 30") && checked.contains("passed"), "{checked}");
+        let options = format!("check --device cpu --fp8 --dtype bf16 --scale 1 --softcap 2 --mask {mask}");
+        let checked = hattn_on(&options, &input, None).fine();
+        assert!(checked.contains("softcap 2") && checked.contains("passed"), "{checked}");
     }
 }
 

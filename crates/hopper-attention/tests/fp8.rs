@@ -149,9 +149,10 @@ proptest! {
         group in 1usize..4, head_dim_qk in 1usize..40, head_dim_vo in 1usize..40, mask in masks(),
         (heads_outside, gap, lse, amax) in (any::<bool>(), 0usize..5, any::<bool>(), any::<bool>()),
         (scaling, output, powers, half_scores) in (0..3usize, 0..3, 0..14, any::<bool>()),
+        softcap in prop_oneof![2 => Just(0.0f32), 1 => Just(0.5), 1 => Just(15.0)],
     ) {
         let dims = Dims::new(batch, seqlen_q, heads_kv * group, head_dim_qk).with_seqlen_kv(seqlen_kv).with_heads_kv(heads_kv).with_head_dim_vo(head_dim_vo);
-        let options = options(Scaling::ALL[scaling], dims).mask(mask).lse(lse).amax(amax).half_scores(half_scores);
+        let options = options(Scaling::ALL[scaling], dims).mask(mask).lse(lse).amax(amax).half_scores(half_scores).softcap(softcap);
         match output {
             0 => check::<bf16>(&options.build().unwrap(), heads_outside, gap, powers),
             1 => check::<f16>(&options.output(DType::F16).build().unwrap(), heads_outside, gap, powers),
@@ -195,8 +196,14 @@ fn a_result_by_hand() {
     run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
     // The mean of 2.5 and -7.5; the score is 0.5 * 4 * (2 + 3) / sqrt(2).
     assert_eq!((Element::to_f32(memory.o.0[0]), memory.amax), (-10.0, Some([2.5])));
+    let score = 10.0 / 2f32.sqrt();
+    let lse = memory.lse.as_ref().unwrap().0[0];
+    assert!((lse - (score + 2f32.ln())).abs() < 1e-5, "{lse}");
+    // A cap is of the real score, with all factors.
+    let capped = problem.to_builder().softcap(3.0).build().unwrap();
+    run(&capped.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
     let lse = memory.lse.unwrap().0[0];
-    assert!((lse - (10.0 / 2f32.sqrt() + 2f32.ln())).abs() < 1e-5, "{lse}");
+    assert!((lse - (3.0 * (score / 3.0).tanh() + 2f32.ln())).abs() < 1e-5, "{lse}");
 }
 
 /// Whatever rounding does to the weights of a row, they sum to one; nearly so with factors per block.

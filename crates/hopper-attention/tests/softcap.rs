@@ -3,7 +3,7 @@
 
 use hopper_attention::reference::{self, BackwardExpected, Expected, Modifiers, Tensor};
 use hopper_attention::{
-    Args, BackwardArgs, BackwardProblem, DType, Device, Dims, Error, Float, ForwardArgs, ForwardProblem, Lengths, Mask,
+    Args, BackwardArgs, BackwardProblem, DType, Device, Dims, Float, ForwardArgs, ForwardProblem, Lengths, Mask,
     OutputOf, SequenceOffsets, Slot, Stream, bf16, f16,
 };
 
@@ -207,10 +207,4 @@ fn packed_sequences_and_sinks() {
     let without = packed.to_builder().softcap(0.0).build().unwrap();
     let without = Expected::with(&without, &lengths, [&q, &k, &v], modifiers, 1.0, None).unwrap();
     assert!(!without.check(&o, None).unwrap().passed());
-}
-
-#[test]
-fn fp8_operands_have_no_cap_yet() {
-    let error = ForwardProblem::builder(DType::E4M3, DIMS).softcap(30.0).build().unwrap_err();
-    assert!(matches!(&error, Error::Unsupported { wanted, .. } if wanted.contains("softcap 30")), "{error}");
 }

@@ -84,11 +84,16 @@ impl Gpu {
 
     /// Those that take modified scores, but those for lists of blocks.
     pub fn modified_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(kernels(), false, true)
+        self.chosen(kernels(), false, true).into_iter().filter(|row| row.dtype() != DType::E4M3).collect()
     }
 
-    /// Those of e4m3 operands.
+    /// Those of e4m3 operands, but those for modified scores.
     pub fn fp8_rows(&self) -> Vec<KernelInfo> {
+        self.all_fp8_rows().into_iter().filter(|row| !row.needs_modifiers()).collect()
+    }
+
+    /// The same with those for modified scores.
+    pub fn all_fp8_rows(&self) -> Vec<KernelInfo> {
         self.running(kernels()).into_iter().filter(|row| row.dtype() == DType::E4M3).collect()
     }
 

@@ -21,7 +21,8 @@ fn case(row: &KernelInfo) -> Case {
         MaskClass::Causal => Mask::causal(),
         _ => Mask::window(Some(70), Some(3)),
     };
-    Case::new(QUERIES, KEYS, row.head_dim_qk(), mask).head_dim_vo(row.head_dim_vo()).heads(1, 4, 2)
+    let case = Case::new(QUERIES, KEYS, row.head_dim_qk(), mask).head_dim_vo(row.head_dim_vo()).heads(1, 4, 2);
+    if row.needs_modifiers() { case.softcap(2.0) } else { case }
 }
 
 /// Operands that are fine, of the problem that a row is for. A power of two moves from the factors of K to those of Q, so that a
@@ -37,7 +38,7 @@ fn operands(row: &KernelInfo) -> Operands {
 fn plans(gpu: &Gpu) -> Vec<(KernelInfo, usize)> {
     let shares =
         |row: &KernelInfo| [1, 2, 3, 8].into_iter().filter(|&shares| shares <= row.most_shares()).collect::<Vec<_>>();
-    gpu.fp8_rows().into_iter().flat_map(|row| shares(&row).into_iter().map(move |shares| (row, shares))).collect()
+    gpu.all_fp8_rows().into_iter().flat_map(|row| shares(&row).into_iter().map(move |shares| (row, shares))).collect()
 }
 
 fn planned(gpu: &Gpu, problem: &ForwardProblem, row: &KernelInfo, shares: usize) -> ForwardPlan {

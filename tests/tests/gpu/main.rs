@@ -16,6 +16,7 @@ mod capture;
 mod contexts;
 mod driver_errors;
 mod dropout;
+mod e4m3;
 mod edges;
 mod fp8;
 mod fp8_factors;

@@ -86,7 +86,7 @@ fn packed_problems_take_scores_in_f32() {
 fn garbage_lengths_write_only_rows_of_clamped_sequences() {
     let Some(gpu) = Gpu::open("garbage_lengths_write_only_rows_of_clamped_sequences (e4m3)") else { return };
     let mut rng = StdRng::seed_from_u64(random::seed());
-    for row in packing_rows(gpu.fp8_rows()) {
+    for row in packing_rows(gpu.all_fp8_rows()) {
         for draw in 0..Grid::from_env().pick(3, 30) {
             garbage(&gpu, &row, Scaling::ALL[draw % 3], &mut rng);
         }
@@ -97,6 +97,7 @@ fn garbage(gpu: &Gpu, row: &KernelInfo, scaling: Scaling, rng: &mut StdRng) {
     let (batch, rows) = ([1, 3, 40, 1100][rng.random_range(0..4)], [105, 130, 700][rng.random_range(0..3)]);
     let case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask()));
     let mut case = case.head_dim_vo(row.head_dim_vo()).heads(batch, 2, 1);
+    case.softcap = if row.needs_modifiers() { 15.0 } else { 0.0 };
     let kind = Kind { packed: [true; 2], used: [true; 2], fill_gaps: false };
     case.packing = Packing::random(kind, batch, [rows; 2], 1);
     let operands = Operands::of_case(&case, &problem(&case, scaling), None);

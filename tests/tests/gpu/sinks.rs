@@ -1,22 +1,17 @@
 //! Attention sinks on a GPU: every row, dense and packed, both passes, FP8, tiles that CTAs share.
 
 use hopper_attention::internal::plan_with_shares;
-use hopper_attention::reference::Expected;
-use hopper_attention::{
-    DType, Device, ForwardPlan, ForwardProblem, KernelInfo, MaskClass, Scaling, Stream, Workspace, bf16,
-};
+use hopper_attention::{Device, KernelInfo, MaskClass, Stream, Workspace, bf16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
-use hopper_attention_tests::fp8::{Operands, Output, for_row};
-use hopper_attention_tests::gpu::fp8::{OnDevice as Fp8OnDevice, takes};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward, same_bits};
 use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
+use hopper_attention_tests::runner::Prepared;
 use hopper_attention_tests::sinks::{Sinks, cases, packed_cases};
-use rayon::prelude::*;
 
 use crate::by_type::{BACKWARD, FORWARD, judged, take};
+use crate::e4m3::take_e4m3;
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
@@ -46,70 +41,21 @@ fn every_packing_backward_row_takes_sinks() {
     take(&gpu, &rows, &packed_cases(Grid::from_env()), "packed backward with sinks", BACKWARD);
 }
 
-/// The oracle takes long. There is one for scores in f32 and one for scores in f16, for all rows with such scores. Cases have
-/// theirs at the same time, on all cores, and results are judged so too.
 #[test]
 fn every_e4m3_row_takes_sinks() {
     let Some(gpu) = Gpu::open("every_e4m3_row_takes_sinks") else { return };
-    let rows = gpu.fp8_rows();
     let grid = Grid::from_env();
-    let mut runner = Runner::new(&rows);
-    let problem_of =
-        |case: &Case, scaling| case.options(DType::E4M3).lse(true).amax(true).scaling(scaling).build().unwrap();
-    let taken = |case: &Case| takes(&problem_of(case, Scaling::ALL[0]));
-    let dense: Vec<Case> = cases(grid).into_iter().filter(taken).collect();
-    let packed: Vec<Case> = packed_cases(grid).into_iter().filter(taken).collect();
     // The last one has tiles that are split, where the row splits. It is for those rows alone.
     let mut split = Case::new(1111, 1024, 128, hopper_attention::Mask::Full).heads(1, 16, 4);
     split.sinks = Sinks::Mixed;
-    let all = [dense, packed, vec![split]].concat();
-    let planned: Vec<_> = all
-        .iter()
-        .enumerate()
-        .map(|(turn, case)| {
-            let problem = problem_of(case, Scaling::ALL[turn % 3]);
-            let splits = |row: &KernelInfo| turn + 1 < all.len() || row.split_bytes() > 0;
-            let plan = |(i, row)| {
-                let problem = for_row(problem.clone(), row);
-                // Where tiles can be shared they are, by 1 to 8 CTAs in turn. (Those that are split are not shared.)
-                let shares = if turn + 1 < all.len() { 1 + turn % row.most_shares() } else { 1 };
-                let plan = plan_with_shares(&problem, &gpu.device, row, shares).ok()?;
-                splits(row).then_some((i, problem, plan))
-            };
-            (case, rows.iter().enumerate().filter_map(plan).collect::<Vec<_>>())
-        })
-        .collect();
-    // A few cases at a time: what is expected of all would be gigabytes.
-    for some in planned.chunks(32) {
-        let prepare = |(case, plans): &(&Case, Vec<(usize, ForwardProblem, ForwardPlan)>)| {
-            [false, true].map(|half| {
-                let (_, problem, _) = plans.iter().find(|(_, problem, _)| problem.allows_half_scores() == half)?;
-                let operands = Operands::of_case(case, problem, None);
-                let expected = operands.expected();
-                Some((operands, expected))
-            })
-        };
-        let prepared: Vec<_> = some.par_iter().map(prepare).collect();
-        let mut outputs = Vec::new();
-        for ((case, plans), prepared) in some.iter().zip(&prepared) {
-            for (i, problem, plan) in plans {
-                let half = usize::from(problem.allows_half_scores());
-                let (operands, expected) = prepared[half].as_ref().expect("prepared for each kind of scores");
-                let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-                let on_device = Fp8OnDevice::new(&gpu.stream, operands);
-                let written = on_device.run::<bf16>(&gpu.stream, &mut workspace, plan, None);
-                outputs.push((*i, *case, expected, written.map(|written| written.output(problem))));
-            }
-        }
-        let judge = |(i, case, expected, output): (usize, &Case, &Expected, Result<Output, String>)| {
-            let judged = output.map(|(o, lse)| Verdict::from(&expected.check(&o, Some(&lse)).unwrap()));
-            (i, case.clone(), judged.unwrap_or_else(Verdict::failed))
-        };
-        let verdicts: Vec<_> = outputs.into_par_iter().map(judge).collect();
-        verdicts.into_iter().for_each(|(i, case, verdict)| runner.take(i, &case, DType::E4M3, verdict));
-    }
-    runner.record("e4m3 forward with sinks", grid, &gpu.card(), &gpu.driver());
-    runner.finish();
+    let all = [cases(grid), packed_cases(grid), vec![split]].concat();
+    let last = all.len() - 1;
+    // Where tiles can be shared they are, by 1 to 8 CTAs in turn. (Those that are split are not shared.)
+    let shares = |turn, row: &KernelInfo| match turn == last {
+        true => (row.split_bytes() > 0).then_some(1),
+        false => Some(1 + turn % row.most_shares()),
+    };
+    take_e4m3(&gpu, &gpu.fp8_rows(), &all, "e4m3 forward with sinks", shares);
 }
 
 /// Where CTAs share a tile's keys, the sink is added once, however many there are.

@@ -8,6 +8,7 @@ use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::softcap::{cases, packed_cases};
 
 use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, planned_or_named, take};
+use crate::e4m3::take_e4m3;
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
@@ -44,6 +45,14 @@ fn every_packing_backward_row_takes_a_softcap() {
     let rows = packing_rows(capping(&gpu, gpu.modified_backward_rows(), true));
     let cases = fitting(&rows, packed_cases(Grid::from_env()));
     take(&gpu, &rows, &cases, "packed backward with softcap", BACKWARD);
+}
+
+#[test]
+fn every_e4m3_row_takes_a_softcap() {
+    let Some(gpu) = Gpu::open("every_e4m3_row_takes_a_softcap") else { return };
+    let rows: Vec<_> = gpu.all_fp8_rows().into_iter().filter(|row| row.needs_modifiers()).collect();
+    let grid = Grid::from_env();
+    take_e4m3(&gpu, &rows, &[cases(grid), packed_cases(grid)].concat(), "e4m3 forward with softcap", |_, _| Some(1));
 }
 
 /// NaN, infinity and the largest numbers, in K or V of keys that the mask hides.

@@ -131,7 +131,8 @@ static void make_forward_problem(hattn_dtype dtype) {
   SET_NUMBERS(p, has_lists ? one_in(4) : dtype == HATTN_E4M3 && one_in(16));
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
-  if (dtype != HATTN_E4M3) p.softcap = one_in(3) ? 1.5F : 0.0F, p.max_logits = p.heads_q < 100 && one_in(3);
+  p.softcap = one_in(3) ? 1.5F : 0.0F;
+  if (dtype != HATTN_E4M3) p.max_logits = p.heads_q < 100 && one_in(3);
   if (dtype != HATTN_E4M3) SET_LISTS(p, has_lists);
   if (dtype == HATTN_E4M3) {
     static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};

@@ -159,7 +159,7 @@ pub struct ComputeArgs {
     /// Factor on Q K^T before the softmax, finite and above 0 [default: 1/sqrt(head_dim of q)]
     #[arg(long, allow_negative_numbers = true)]
     pub scale: Option<f32>,
-    /// Cap C of the scores: C * tanh(scale * q k / C), before the mask. Finite and above 0; 0: no cap. Not with --fp8
+    /// Cap C of the scores: C * tanh(scale * q k / C), before the mask. Finite and above 0; 0: no cap
     #[arg(long, value_name = "C", default_value_t = 0.0, allow_negative_numbers = true)]
     pub softcap: f32,
     /// Attention with linear biases (ALiBi), with the slopes of models: 2^(-8 h / heads_q) of head h, from 1 on

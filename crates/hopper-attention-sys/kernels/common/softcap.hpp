@@ -175,11 +175,10 @@ CUTE_DEVICE float factor_after(float value, float factor) {
   return factor;
 }
 
-// The products of a thread, whatever they are. kAtATime: how many the compiler may begin with. It would begin with all
-// of them, and spill.
+// The products of a thread, whatever they are. `factor`: what z is made with. kAtATime: how many the compiler may begin
+// with. It would begin with all of them, and spill.
 template <int kAtATime, class Scores>
-CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
-  float factor = softcap.factor_anew();
+CUTE_DEVICE void cap_any(Scores& scores, float factor) {
   CUTE_UNROLL
   for (int i = 0; i < scores.size(); ++i) {
     if (i % kAtATime == 0 && i > 0) {
@@ -189,29 +188,29 @@ CUTE_DEVICE void cap_any(Scores& scores, Softcap const& softcap) {
   }
 }
 
-// Whether all products of a warp are near. A NaN counts as near: it stays NaN.
+// Whether no product of a warp is larger than `most_near` in magnitude. A NaN counts as near: it stays NaN.
 template <class Scores>
-CUTE_DEVICE bool all_near(Scores const& scores, Softcap const& softcap) {
+CUTE_DEVICE bool all_near(Scores const& scores, float most_near) {
   float most[4] = {};  // four chains of dependent instructions, not one
   CUTE_UNROLL
   for (int i = 0; i < scores.size(); ++i) {
     most[i % 4] = fmaxf(most[i % 4], fabsf(scores(i)));
   }
   // (By the lanes that are not: with __all_sync ptxas takes the uniform registers away from loops around it.)
-  bool const near = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) <= softcap.most;
+  bool const near = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) <= most_near;
   return __ballot_sync(0xffffffffU, !near) == 0;
 }
 
 // The products of a warp: the whole warp comes here. kNear: whether it looks for scores that are all near.
 template <bool kNear, int kAtATime, class Scores>
 CUTE_DEVICE void cap_scores(Scores& scores, Softcap const& softcap) {
-  if (kNear && all_near(scores, softcap)) {
+  if (kNear && all_near(scores, softcap.most)) {
     CUTE_UNROLL
     for (int i = 0; i < scores.size(); ++i) {
       scores(i) = capped_near(scores(i), softcap);
     }
   } else {
-    cap_any<kAtATime>(scores, softcap);
+    cap_any<kAtATime>(scores, softcap.factor_anew());
   }
 }
 

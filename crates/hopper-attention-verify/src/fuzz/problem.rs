@@ -164,10 +164,10 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (launch, sm_margin) = last;
             let (kernel, second_stream, graph, poison) = launch;
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
-            // e4m3 operands have no cap, no ALiBi and no maximum logits.
+            // e4m3 operands have no ALiBi and no maximum logits.
             let (alibi, max_logits) = biases;
-            let modified = |case| random::capped(Case { alibi, max_logits, ..case }, softcap);
-            let mut case = if fp8 { case } else { modified(case) };
+            let case = if fp8 { case } else { Case { alibi, max_logits, ..case } };
+            let mut case = random::capped(case, softcap);
             // Nor lists of blocks. Kernels have these up to head dim 128.
             let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
             let kernels_have = widest <= 128 && arch != Some(Arch::Sm80);
@@ -179,11 +179,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             if !fp8 && (!for_gpu || kernels_bias) {
                 case = random::biased(case, bias);
             }
-            // And dropout. Those for sm80 have none of packed sequences, and those for sm90 beside windows up to some head dim.
-            let kernels_drop = match arch {
-                Some(Arch::Sm80) => case.packing.is_none(),
-                _ => widest <= widest_with_dropout(&case),
-            };
+            // And dropout. Those for sm90 have it beside windows up to some head dim.
+            let kernels_drop = arch == Some(Arch::Sm80) || widest <= widest_with_dropout(&case);
             if !fp8 && (!for_gpu || kernels_drop) {
                 // A factor of 1000 takes dS of f16 beyond its range (docs/numerics.md).
                 let is_narrow = for_gpu && pass == Pass::Backward && dtype == DType::F16;
@@ -506,11 +503,12 @@ mod tests {
     }
 
     #[test]
-    fn caps_are_drawn_for_passes_that_have_them() {
+    fn caps_are_drawn_for_every_pass() {
         let mut runner = TestRunner::deterministic();
         let mut drawn = |for_gpu| (0..600).map(|_| any(for_gpu).new_tree(&mut runner).unwrap().current()).collect();
         let both: [Vec<Problem>; 2] = [drawn(true), drawn(false)];
-        for (drawn, pass) in both.iter().flat_map(|drawn| [Pass::Forward, Pass::Backward].map(|pass| (drawn, pass))) {
+        let passes = [Pass::Forward, Pass::Backward, Pass::Fp8];
+        for (drawn, pass) in both.iter().flat_map(|drawn| passes.map(|pass| (drawn, pass))) {
             let of_pass = || drawn.iter().filter(|problem| problem.pass == pass);
             let capped = |problem: &&Problem| problem.forward().softcap() != 0.0;
             let share = of_pass().filter(capped).count() as f64 / of_pass().count() as f64;
@@ -522,13 +520,6 @@ mod tests {
             assert!(of_pass().filter(capped).any(|problem| problem.forward().sinks().is_some()), "{pass:?}");
             assert!(of_pass().filter(capped).any(|problem| problem.forward().has_lengths()), "{pass:?}");
         }
-        let fp8 = |problem: &&Problem| matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
-        assert!(both.iter().flatten().filter(fp8).all(|problem| problem.case.softcap == 0.0));
-        // A file that wants a cap of e4m3 operands is refused by name.
-        let fp8 = both.iter().flatten().find(fp8).unwrap();
-        let text = serde_json::to_string(&Problem { case: fp8.case.clone().softcap(50.0), ..fp8.clone() }).unwrap();
-        let error = serde_json::from_str::<Problem>(&text).unwrap_err().to_string();
-        assert!(error.contains("softcap 50 with e4m3 operands"), "{error}");
     }
 
     #[test]

@@ -27,6 +27,8 @@
 //!   `fold` is far below 0, and the rounded weights of the block are 0. The block must still count in the sum.
 //! - The LSE uses exact weights, so it is as exact as for other types.
 //!
+//! With a cap `c`, `x` is `c log2(e) tanh(x / (c log2(e)))` (`softcap.rs`).
+//!
 //! A sink adds `2^(s log2(e) - max + 8)` to both sums, once all keys are done (`sinks.rs`).
 
 use std::f32::consts::{LN_2, LOG2_E};
@@ -35,6 +37,7 @@ use super::block::{self, Block, Keys};
 use super::matmul::{self, Matrix, matmul};
 use super::sequences::Sequences;
 use super::sinks::{Sinks, Sunk, without_keys};
+use super::softcap::cap;
 use super::tile::lanes;
 use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, fill_gaps, fill_lse_gaps, load, tile};
 use crate::dtype::{E4M3, Element, OutputOf};
@@ -225,7 +228,9 @@ fn compute_tile<O: OutputOf<E4M3>>(
         {
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
-            row.step(&mut scores[kept.clone()], unit, fold, scaling == Scaling::PerBlock, sums);
+            let scores = &mut scores[kept.clone()];
+            let unit = capped_unit(problem.softcap(), scores, unit);
+            row.step(scores, unit, fold, scaling == Scaling::PerBlock, sums);
         }
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }
@@ -247,6 +252,16 @@ fn compute_tile<O: OutputOf<E4M3>>(
         let total = sunk.add_to(row.sum) / P_OFFSET.exp2();
         lse.push(if row.sum == 0.0 { sink } else { sunk.max * LN_2 + total.ln() });
     }
+}
+
+/// Caps products `q . k` in place, where there is a cap. `unit` is `x / (q . k)`. Returns what it is from then on.
+fn capped_unit(softcap: f32, scores: &mut [f32], unit: f32) -> f32 {
+    if softcap == 0.0 {
+        return unit;
+    }
+    scores.iter_mut().for_each(|score| *score *= unit * LN_2);
+    cap(softcap, scores);
+    LOG2_E
 }
 
 impl RowState {

@@ -240,7 +240,7 @@ impl ForwardProblemBuilder {
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
     /// sinks are not f32 or bf16, or the bias is not f32, bf16 or f16.
     ///
-    /// [`Error::Unsupported`]: a softcap, ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask) or
+    /// [`Error::Unsupported`]: ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask) or
     /// a [`bias`](Self::bias) with e4m3 operands, packed tensors or used lengths; [`dropout`](Self::dropout) with e4m3 operands.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
@@ -266,7 +266,7 @@ impl ForwardProblemBuilder {
         asked_for.check_among(&[&others[..2], &lengths[..], &others[2..]].concat())?;
         packing.check(asked_for)?;
         let fp8 = Fp8::checked(dtype, output, scaling, asked_for.contains(Slot::Amax), half_scores)?;
-        let softcap = scale::softcap(softcap, softmax_scale, dtype)?;
+        let softcap = scale::softcap(softcap, softmax_scale)?;
         let alibi = modifiers::alibi(asked_for, self.alibi, dtype)?;
         modifiers::max_logits(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);

@@ -3,7 +3,6 @@
 use std::f32::consts::LOG2_E;
 use std::hash::{Hash, Hasher};
 
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// A finite number of a problem. Two of them are equal when their bits are.
@@ -31,8 +30,8 @@ pub(super) const ALLOWED: &str =
 /// The cap as a problem holds it. -0 is 0.
 ///
 /// # Errors
-/// [`Error::Value`] for a cap that is out of range, and [`Error::Unsupported`] for one with e4m3 operands.
-pub(super) fn softcap(softcap: f32, softmax_scale: f32, dtype: DType) -> Result<Scale> {
+/// [`Error::Value`] for a cap that is out of range.
+pub(super) fn softcap(softcap: f32, softmax_scale: f32) -> Result<Scale> {
     if softcap == 0.0 {
         return Ok(Scale(0.0));
     }
@@ -43,10 +42,6 @@ pub(super) fn softcap(softcap: f32, softmax_scale: f32, dtype: DType) -> Result<
     // Kernels multiply with the ratio. Without a normal one all scores would be 0 or NaN.
     if !((softmax_scale / softcap).is_normal() && (softcap * LOG2_E).is_normal()) {
         return refuse(format!("{softcap:e} with softmax_scale {softmax_scale:e}"));
-    }
-    if dtype == DType::E4M3 {
-        let nearest = "bf16, f16 or f32 operands, or no softcap".into();
-        return Err(Error::Unsupported { wanted: format!("softcap {softcap} with e4m3 operands"), nearest });
     }
     Ok(Scale(softcap))
 }

@@ -17,14 +17,21 @@ struct BwdLaunch {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
     }
     status = is_ok(status) ? prepare_schedule() : status;
+    if constexpr (Packed::kTakesDropout) {
+      status = is_ok(status) ? prepare_kernel(bwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+    }
     return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
   }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
     if (params.sequences.table != 0) {
       return launch_packed_backward<Packed>(params, stream, no_maps, [&]() {
-        bwd_kernel<Packed>
-            <<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_bwd_scalars<Packed>(params));
+        auto* kernel = bwd_kernel<Packed>;
+        if constexpr (Packed::kTakesDropout) {
+          kernel = has_dropout(params) ? bwd_kernel<DropoutTraits<Packed>> : kernel;
+        }
+        kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params,
+                                                                              packed_bwd_scalars<Packed>(params));
       });
     }
     return launch_backward<Traits>(params, stream, no_maps, [&](BwdScalars const& scalars) {

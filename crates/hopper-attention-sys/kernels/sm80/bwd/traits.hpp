@@ -76,16 +76,17 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Plain = BwdTraits;
   static constexpr Modifiers kModifiers = Modifiers::Either;
+  CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) { return has_modifiers(params); }
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   static constexpr bool kPacks = true;
   using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
-  // The row of class Window that fits every GPU has a kernel more, for an additive bias and for dropout with any mask.
-  // (At head dim 64 a warp has twice the keys, and no registers for it.)
+  // The row of class Window that fits every GPU has a kernel more, for an additive bias and for dropout with any mask,
+  // and one more for dropout with such sequences. (At head dim 64 a warp has twice the keys, and no registers for it.)
   static constexpr bool kMayTakeBias = !kPacked && kTileM == 32 && kHeadDimQK == 128;
   static constexpr bool kTakesBias = kMayTakeBias && kMask == MaskClass::Window;
-  static constexpr bool kTakesDropout = kTakesBias;
+  static constexpr bool kTakesDropout = kTileM == 32 && kHeadDimQK == 128 && kMask == MaskClass::Window;
   static constexpr int kBiasAtATime = 2;  // columns of a bias that are read at a time
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;

@@ -17,14 +17,20 @@ struct FwdLaunch {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
     }
     status = is_ok(status) ? prepare_schedule() : status;
+    if constexpr (Packed::kTakesDropout) {
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+    }
     return is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
   }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
     if (params.sequences.table != 0) {
       return launch_packed_forward<Packed>(params, stream, no_maps, [&]() {
-        fwd_kernel<Packed>
-            <<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_fwd_scalars(params));
+        auto* kernel = fwd_kernel<Packed>;
+        if constexpr (Packed::kTakesDropout) {
+          kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Packed>> : kernel;
+        }
+        kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_fwd_scalars(params));
       });
     }
     return launch_forward(params, stream, no_maps, [&](FwdScalars const& scalars) {

@@ -251,7 +251,7 @@ struct Mma {
         auto const own_row = [&]() { return first_row(storage.tile) + Traits::thread_index() % 32 / 4; };
         auto modify = [&]() {
           if (__builtin_expect(scalars.softcap.caps(), false)) {
-            cap_any<8>(scores, scalars.softcap);
+            cap_any<8>(scores, scalars.softcap.factor_anew());
           }
           if (__builtin_expect(has_alibi(params), false)) {
             int const distance =
@@ -352,7 +352,6 @@ struct Mma {
           see_largest();
           softmax.compared_block(scores, scale_of_scores(), rescale_output);
           make_p();
-          drop();
           if (Traits::kAddsBias) {
             // It needs no limits.
           } else if (starts) {
@@ -384,6 +383,7 @@ struct Mma {
             make_p();
           }
         }
+        drop();
       }
 
       if constexpr (kStages == 1) {

@@ -389,7 +389,7 @@ struct BwdMma {
         bool const caps = !Traits::kAddsBias && scalars.softcap.caps();
         bool near = false;
         if (caps) {
-          near = all_near(tS, scalars.softcap);  // of all scores, whether masked or not
+          near = all_near(tS, scalars.softcap.most);  // of all scores, whether masked or not
         } else if (has_alibi(params)) {
           add_alibi<kM>(tS, slope_of_block(), distance_of_thread());
         }

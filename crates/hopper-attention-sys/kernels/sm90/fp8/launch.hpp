@@ -36,9 +36,9 @@ inline FwdParams with_output_of_two_bytes(FwdParams params) noexcept {
 }
 
 // What both kernels of a row read.
-template <class Params>
-Params fp8_kernel_params(FwdParams const& params) noexcept {
-  Params kernel = common_scalars<Params>(params);
+template <class Traits>
+typename Traits::Params fp8_kernel_params(FwdParams const& params) noexcept {
+  auto kernel = common_scalars<typename Traits::Params>(params);
   kernel.o = params.o;
   kernel.output = params.output;
   kernel.scale_o = reinterpret_cast<float const*>(params.scale_o.address);
@@ -58,6 +58,9 @@ Params fp8_kernel_params(FwdParams const& params) noexcept {
   kernel.head_dim_qk = params.head_dim_qk;
   kernel.sinks = params.sinks;
   kernel.sinks_dtype = params.sinks_dtype;
+  if constexpr (Traits::kModifiers == Modifiers::Always) {
+    kernel.cap = Fp8Cap::of(params.softcap);
+  }
   return kernel;
 }
 
@@ -83,7 +86,7 @@ Status fp8_launch_packed(FwdParams const& params, CUstream_st* stream) noexcept 
     return encode.status;
   };
   Sequences const& sequences = params.sequences;
-  auto kernel = fp8_kernel_params<PackedFp8KernelParams>(params);
+  auto kernel = fp8_kernel_params<Packed>(params);
   kernel.amax = reinterpret_cast<unsigned*>(params.amax.address);
   kernel.table = {sequences.table, params.batch};
   kernel.table_bytes = kernel.table.bytes(sequences.list_size);
@@ -146,7 +149,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
     return encode.status;
   }
 
-  auto kernel = fp8_kernel_params<Fp8KernelParams>(params);
+  auto kernel = fp8_kernel_params<Traits>(params);
   kernel.amax = reinterpret_cast<unsigned*>(amax);
   kernel.range_check = reinterpret_cast<RangeCheck*>(params.range_check);
   kernel.range_grid = params.range_grid;
@@ -184,10 +187,11 @@ constexpr FwdRow fp8_describe() noexcept {
 
 }  // namespace hattn::sm90
 
-// Defines the row that the table lists.
-#define HATTN_FP8_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, scores)                               \
-  namespace hattn {                                                                                                  \
-  FwdRow HATTN_FP8_SM90_ROW(dtype, mask, dqk, dvo, tile_m, tile_n, stages, scores)() noexcept {                      \
-    return sm90::fp8_describe<sm90::Fp8Traits<MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, Scores::scores>>(); \
-  }                                                                                                                  \
+// Defines the row that the table lists. A row for modified scores has one column more, which says `modified`.
+#define HATTN_FP8_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, scores, ...)                      \
+  namespace hattn {                                                                                              \
+  FwdRow HATTN_FP8_SM90_ROW(dtype, mask, dqk, dvo, tile_m, tile_n, stages, scores, __VA_ARGS__)() noexcept {     \
+    return sm90::fp8_describe<sm90::Fp8Traits<MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, Scores::scores, \
+                                              sizeof("" #__VA_ARGS__) == sizeof("modified")>>();                 \
+  }                                                                                                              \
   }

@@ -18,6 +18,7 @@
 
 namespace hattn::sm90 {
 
+template <class Cap>
 struct Fp8Operands {
   static constexpr bool kDrops = false;
   static constexpr bool kHides = false;
@@ -35,8 +36,10 @@ struct Fp8Operands {
   std::int64_t next_q;
   std::int64_t next_k;
   std::int64_t next_v;
+  Cap cap;
 
-  CUTE_DEVICE static Fp8Operands of(Fp8KernelParams const& params, int batch, int head) {
+  template <class Params>
+  CUTE_DEVICE static Fp8Operands of(Params const& params, int batch, int head) {
     int const kv_head = head / params.heads_per_kv_head;
     return {HeadRows<Element>::of(params.q, batch, head),
             HeadRows<Element>::of(params.k, batch, kv_head),
@@ -49,12 +52,15 @@ struct Fp8Operands {
             &factor(params.descale_v, batch, kv_head, 0),
             params.descale_q.stride_row,
             params.descale_k.stride_row,
-            params.descale_v.stride_row};
+            params.descale_v.stride_row,
+            cap_of(params)};
   }
-  CUTE_DEVICE static Fp8Operands of(Fp8KernelParams const& params, Tile const& tile) {
+  template <class Params>
+  CUTE_DEVICE static Fp8Operands of(Params const& params, Tile const& tile) {
     return of(params, tile.batch, tile.head);
   }
-  CUTE_DEVICE static Fp8Operands of(PackedFp8KernelParams const& params, PackedTile const& tile) {
+  template <class Params>
+  CUTE_DEVICE static Fp8Operands of(Params const& params, PackedTile const& tile) {
     Fp8Operands operands = of(params, tile.batch, tile.head);
     operands.q.skip(tile.q_begin);
     operands.k.skip(tile.kv_begin);
@@ -78,7 +84,7 @@ struct Fp8Operands {
   CUTE_DEVICE static bool is_bad(float factor) { return !(factor >= 0.0F && factor < INFINITY); }
   CUTE_DEVICE float score(float product, int row, int key) const {
     int const block = cute::max(key, 0) / kScaleBlock;
-    return product * (is_bad(row, block) ? NAN : unit_of_block(row, block));
+    return cap.score(product, is_bad(row, block) ? NAN : unit_of_block(row, block));
   }
   CUTE_DEVICE float value_factor(int key) const {
     float const factor = factors_v[key / kScaleBlock * next_v];
@@ -179,19 +185,20 @@ __device__ __noinline__ void repair_rows(typename Traits::Params const& params, 
     sums[r] = of_row < 0 ? NAN : static_cast<float>(of_row);
   }
   __syncwarp();
-  Leaks<Traits, Fp8Operands>::repair(Fp8Operands::of(params, leak.tile),
-                                     Traits::tile_band(params, band_of(params), leak.tile), words.first_row,
-                                     SoundRows::with(sums), words);
+  using Operands = Fp8Operands<typename Traits::Cap>;
+  Leaks<Traits, Operands>::repair(Operands::of(params, leak.tile),
+                                  Traits::tile_band(params, band_of(params), leak.tile), words.first_row,
+                                  SoundRows::with(sums), words);
   // Rows that keep a key of a block whose factor is not finite: their LSE was made with 1 in its place.
   Band const band = Traits::tile_band(params, band_of(params), leak.tile);
   int const query = words.first_row + static_cast<int>(thread_index_anew()) % 32;
   if (params.lse != nullptr && query < cute::min(words.first_row + 16, queries_of(params, leak.tile))) {
-    Fp8Operands const operands = Fp8Operands::of(params, leak.tile);
+    Operands const operands = Operands::of(params, leak.tile);
     int const begin = band.first_key<Traits::kMask>(query);
     int const end = cute::min(band.seqlen_kv, band.last_key<Traits::kMask>(query) + 1);
     bool bad = false;
-    for (int key = begin; key < end; key = (key / Fp8Operands::kScaleBlock + 1) * Fp8Operands::kScaleBlock) {
-      bad = bad || operands.is_bad(query, key / Fp8Operands::kScaleBlock);
+    for (int key = begin; key < end; key = (key / Operands::kScaleBlock + 1) * Operands::kScaleBlock) {
+      bad = bad || operands.is_bad(query, key / Operands::kScaleBlock);
     }
     if (bad) {
       params.lse[leak.tile.batch * params.lse_stride_batch + leak.tile.head * params.lse_stride_head +

@@ -52,6 +52,7 @@ struct Fp8Mma {
   using Split = Fp8Split<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kElementsO = Traits::kHeadDimVO / 2;  // of O, a thread's
@@ -165,7 +166,7 @@ struct Fp8Mma {
     float sums[2] = {0.0F, 0.0F};
     float largest_v = 1.0F;
     if (visits.has(visits.first())) {
-      BlockFactors const factors = await_keys();
+      BlockFactors factors = await_keys();
       Turns::wait(consumer);
       issue_scores();
       Turns::pass(consumer);
@@ -401,10 +402,18 @@ struct Fp8Mma {
     }
   }
 
+  // Of a row for modified scores: caps the scores, and makes the factors what they are from then on.
+  CUTE_DEVICE void cap_scores(BlockFactors& factors) {
+    if constexpr (kModified) {
+      factors.unit = params.cap.template cap<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, factors.unit);
+    }
+  }
+
   // The softmax of a tile's first block. Releases K, clears O and makes P.
-  CUTE_DEVICE void first_softmax(BlockFactors const& factors) {
+  CUTE_DEVICE void first_softmax(BlockFactors& factors) {
     __syncwarp();  // every lane has read the factors, which come with K
     release_k();
+    cap_scores(factors);
     if (first_is_masked()) {
       mask_block(visits.first());
     }
@@ -472,10 +481,16 @@ struct Fp8Mma {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
     }
+    if constexpr (kModified) {
+      add_output(factors);  // its registers are needed
+      cap_scores(factors);
+    }
     auto const rescale = [&](float const(&by)[2]) __attribute__((always_inline)) { rescale_output(by); };
     // (What is rare lies elsewhere then, and the loop in one piece.)
     if (kMasked || __builtin_expect(softmax.looks(), 0)) {
-      add_output(factors);
+      if constexpr (!kModified) {
+        add_output(factors);
+      }
       if constexpr (kMasked) {
         mask_block(visit);
       }
@@ -484,11 +499,20 @@ struct Fp8Mma {
     } else {
       float sums[2];
       softmax.unseen_block(tSrS, factors, sums);
-      add_output(factors);
+      if constexpr (!kModified) {
+        add_output(factors);
+      }
       Weights::pack(tSrS, tOrP);
       if (__builtin_expect(!softmax.suits(sums), 0)) {
         softmax.move_block(
-            tSrS, factors, sums, [&] { recompute_scores(); }, rescale);
+            tSrS, factors, sums,
+            [&] {
+              recompute_scores();
+              if constexpr (kModified) {
+                params.cap.template cap<false, Traits::kCapsAtATime>(tSrS, storage.factors[k.stage][consumer].unit);
+              }
+            },
+            rescale);
         Weights::pack(tSrS, tOrP);
       } else if (Traits::kLooksFirst) {
         softmax.add(sums);

@@ -11,6 +11,7 @@
 #include "common/visits.hpp"
 #include "kernels.hpp"
 #include "sm90/cluster.hpp"
+#include "sm90/fp8/softcap.hpp"
 #include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -113,6 +114,17 @@ struct PackedFp8KernelParams : Fp8KernelParams {
   Sequences sequences;
 };
 
+// The same of a row for modified scores.
+template <class Base>
+struct CappedParams : Base {
+  Fp8Cap cap;
+};
+CUTE_HOST_DEVICE Fp8NoCap cap_of(Fp8KernelParams const&) { return {}; }
+template <class Base>
+CUTE_HOST_DEVICE Fp8Cap cap_of(CappedParams<Base> const& params) {
+  return params.cap;
+}
+
 // What only a packed kernel has in shared memory.
 template <bool kPacked, int kWarps>
 struct Fp8PackedStorage {};
@@ -121,9 +133,10 @@ struct Fp8PackedStorage<true, kWarps> : TableStorage<kMostTableBytes> {
   PackedTile finished[kWarps];  // of each consumer warp, the tile whose O it is about to write
 };
 
-// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp).
+// kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kModified: of a row
+// for modified scores (fp8.def): they have a cap.
 template <MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages, Scores kScores,
-          bool kPacked = false>
+          bool kModified, bool kPacked = false>
 struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores> {
   using Element = cutlass::float_e4m3_t;
 
@@ -157,6 +170,14 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // unit is what limits three consumers at head dim 64, and no others (benches/LOG.md, 27).
   static constexpr int kPolynomialEvery = kHeadDimQK == 64 && kConsumers == 3 ? 4 : 0;
 
+  // How many tanh ptxas may begin with, and whether a warp looks for scores that are all near. (Otherwise it would
+  // serialise the products of one kernel or another.)
+  static constexpr int kCapsAtATime = kHeadDimVO > 128 ? 8 : 4;
+  static constexpr bool kLooksForNear = !(kPacked && kHeadDimQK == 192 && kMask == MaskClass::Window);
+  using Cap = cute::conditional_t<kModified, Fp8Cap, Fp8NoCap>;
+  static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
+  static_assert(!kModified || (kScores == Scores::F32 && kMask != MaskClass::Full), "see softcap.hpp");
+
   // Whether plans may split the last tiles (split.hpp): where a tile takes long beside what a split costs, in rows that
   // plans choose for long sequences. Three consumers at head dim 192/128 would spill, and ptxas would serialise the
   // products of a row of head dim 256.
@@ -170,9 +191,12 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
 
   // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr bool kPacks = kConsumers == 2 && kScores == Scores::F32;
-  using Packed = Fp8Traits<kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores, true>;
-  using Params = cute::conditional_t<kPacked, PackedFp8KernelParams, Fp8KernelParams>;
+  // (Packed sequences with a cap take the rows of class Window: ptxas would serialise the products of another one.)
+  static constexpr bool kPacks =
+      kConsumers == 2 && kScores == Scores::F32 && !(kModified && kMask != MaskClass::Window);
+  using Packed = Fp8Traits<kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores, kModified, true>;
+  using PlainParams = cute::conditional_t<kPacked, PackedFp8KernelParams, Fp8KernelParams>;
+  using Params = cute::conditional_t<kModified, CappedParams<PlainParams>, PlainParams>;
   using TileRecord = cute::conditional_t<kPacked, PackedTile, Tile>;
   using Scheduler = cute::conditional_t<kPacked, PackedScheduler, Fp8Scheduler>;
   using Leak = Fp8Leak<TileRecord>;
@@ -185,7 +209,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // behind, cost more than f16 brings: only rows with scores in f32 have it.
   static constexpr bool kShares = false;
   static constexpr int kMostShares =
-      !kPacked && kScores == Scores::F32 && kMask != MaskClass::Window && kHeadDimQK <= 128 ? 8 : 1;
+      !kPacked && !kModified && kScores == Scores::F32 && kMask != MaskClass::Window && kHeadDimQK <= 128 ? 8 : 1;
 
   // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
   // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch

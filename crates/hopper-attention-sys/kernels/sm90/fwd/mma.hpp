@@ -399,7 +399,7 @@ struct Mma {
                                 (kRenews ? self() : consumer) * Traits::kRowsApart);
       if constexpr (kModified) {
         if (scalars.softcap.caps()) {
-          cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap);
+          cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap.factor_anew());
         }
         add_alibi_bias(visit);
       }
