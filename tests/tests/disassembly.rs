@@ -210,15 +210,16 @@ impl Compiled {
 
 /// Everything that is wrong with a compiled row, in words.
 fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
-    faults_with(row, row.smem_bytes(), false, compiled)
+    faults_with(row, row.smem_bytes(), (false, row.threads()), compiled)
 }
 
-/// The same, as if the row asked for so much shared memory. `shares`: of the kernel in which CTAs share tiles.
-fn faults_with(row: &KernelInfo, smem_bytes: usize, shares: bool, compiled: &Compiled) -> Vec<String> {
+/// The same, as if the row asked for so much shared memory. `of`: whether it is the kernel in which CTAs share tiles, and the threads
+/// of its CTAs.
+fn faults_with(row: &KernelInfo, smem_bytes: usize, of: (bool, usize), compiled: &Compiled) -> Vec<String> {
     let compiled = &compiled.where_it_runs(smem_bytes);
     let mut faults = match row.arch() {
         Arch::Sm80 => faults_of_sm80(row, compiled),
-        _ => faults_of_sm90(row, shares, compiled),
+        _ => faults_of_sm90(row, of, compiled),
     };
     faults.extend(common_faults(compiled));
     let limit = match (row.arch(), row.pass()) {
@@ -324,7 +325,7 @@ fn chunks(row: &KernelInfo) -> usize {
 }
 
 /// What only an sm90 kernel can do wrong.
-fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<String> {
+fn faults_of_sm90(row: &KernelInfo, (shares, threads): (bool, usize), compiled: &Compiled) -> Vec<String> {
     let mut faults = Vec::new();
     let matrix = if row.dtype() == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     for (opcode, why) in [
@@ -366,7 +367,7 @@ fn faults_of_sm90(row: &KernelInfo, shares: bool, compiled: &Compiled) -> Vec<St
         faults.push(format!("{found} sums in f16, of a row with scores in {}", row.scores()));
     }
     // Small kernels may stand before and after the main one, with registers of their own.
-    let (found, expected) = (compiled.resource("REG", MAIN_KERNEL), (REGISTERS / row.threads()) & !7);
+    let (found, expected) = (compiled.resource("REG", MAIN_KERNEL), (REGISTERS / threads) & !7);
     if found != Some(expected) {
         faults.push(format!("REG is {found:?}, expected {expected}"));
     }
@@ -482,12 +483,23 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
         DType::E4M3 => shape.into_iter().chain([usize::from(row.scores() == DType::F16)]).collect::<Vec<_>>(),
         dtype => [usize::from(dtype == DType::BF16)].into_iter().chain(shape).collect(),
     };
-    // Of 16-bit rows of sm90 two more follow: whether it packs, and whether scores are modified.
-    let last = [0, 1].map(|packs| format!("Li{}ELb{packs}ELb{}E", row.stages(), u8::from(row.needs_modifiers())));
-    let is_modified_alike = row.arch() != Arch::Sm90
-        || row.dtype() == DType::E4M3
-        || last.iter().any(|arguments| function.contains(arguments));
-    function.contains(MAIN_KERNEL) && traits_arguments(function) == arguments && is_modified_alike
+    // Of rows of sm90 two more follow: whether it packs, and whether scores are modified. Of e4m3 rows the other way round.
+    // A kernel for dropout alone is of a row for modified scores, and has traits of one that is not.
+    let is_drawing = function.contains("DrawingTraits");
+    let modified = u8::from(row.needs_modifiers() && !is_drawing);
+    let last = [0, 1].map(|packs| match row.dtype() {
+        DType::E4M3 => format!("ELb{modified}ELb{packs}E"),
+        _ => format!("Li{}ELb{packs}ELb{modified}E", row.stages()),
+    });
+    let is_modified_alike = row.arch() != Arch::Sm90 || last.iter().any(|arguments| function.contains(arguments));
+    let is_of_row = traits_arguments(function) == arguments && (row.needs_modifiers() || !is_drawing);
+    function.contains(MAIN_KERNEL) && is_of_row && is_modified_alike
+}
+
+/// Whether a row has kernels for dropout in which a warpgroup draws the numbers.
+fn draws(row: &KernelInfo) -> bool {
+    let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks;
+    row.arch() == Arch::Sm90 && row.pass() == Pass::Backward && is_modified && row.head_dim_qk() > 64
 }
 
 /// The list of kernels that a row is from.
@@ -525,12 +537,14 @@ fn every_row_is_compiled_as_planned() {
             let functions: Vec<_> = object.iter().filter(|(name, _)| is_kernel_of(row, name)).collect();
             // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
             // that pack have one more, too.
-            // Rows that add a bias have one more for it. Of rows of head dim 96 each kernel has a second version, which rotates heads.
+            // Rows that add a bias have one more for it. So have rows with a kernel for dropout alone, and rows of
+            // sm80 with one for dropout of packed sequences. Of rows of head dim 96 each kernel has a second version, which rotates heads.
             let sharing =
                 [row.most_shares() > 1, row.packs(), row.adds_bias()].into_iter().map(usize::from).sum::<usize>();
+            let dropping = usize::from(draws(row) || (row.arch() == Arch::Sm80 && row.drops(true)));
             let plain = usize::from(!has_one_tile(row));
             let versions = 1 + usize::from(name == "fwd_sm90" && head_dim_qk == 96 && !row.needs_modifiers());
-            let wanted = versions * (plain + sharing);
+            let wanted = versions * (plain + sharing) + dropping;
             assert_eq!(
                 functions.len(),
                 wanted,
@@ -540,11 +554,11 @@ fn every_row_is_compiled_as_planned() {
             let audit = |(function, compiled): &&(String, Compiled)| {
                 let shares = plain == 0 || function.contains("SharedTraits");
                 let packed = function.contains(&format!("Li{stages}ELb1E"));
-                let of = match (function.contains("BiasTraits"), function.contains("RotatedTraits")) {
-                    (true, _) => ", bias",
-                    (_, true) => ", rotated",
-                    _ => "",
-                };
+                let kinds = [("BiasTraits", ", bias"), ("RotatedTraits", ", rotated"), ("DrawingTraits", ", drawing")];
+                let kinds = kinds.into_iter().chain([("DropoutTraits", ", dropout")]);
+                let of = kinds.into_iter().find(|(traits, _)| function.contains(traits)).map_or("", |(_, of)| of);
+                // One warpgroup draws numbers.
+                let threads = row.threads() + if function.contains("DrawingTraits") { 128 } else { 0 };
                 let line = format!(
                     "{row}{}: {} registers, {} instructions, {} matrix instructions",
                     [["", ", shared"], [", packed", ""]][usize::from(packed)][usize::from(shares)].to_string() + of,
@@ -552,7 +566,7 @@ fn every_row_is_compiled_as_planned() {
                     compiled.instructions().count(),
                     compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
                 );
-                (line, faults_with(row, row.smem_bytes(), shares, compiled))
+                (line, faults_with(row, row.smem_bytes(), (shares, threads), compiled))
             };
             for (line, faults) in functions.par_iter().map(audit).collect::<Vec<_>>() {
                 println!("{line}");

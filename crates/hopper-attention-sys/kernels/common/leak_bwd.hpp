@@ -303,7 +303,7 @@ struct RepairGradients {
         factor = 1.0F;
       }
     }
-    float const p = of_query.weight(s, factor, has_modifiers(params));
+    float const p = of_query.weight(s, factor, Traits::modifies_scores(params));
     bool const dropped = drops(head, query, key);
     return {p, p * dropout_factor(params) * ((dropped ? 0.0F : d_p) + of_query.negative_delta()) * slope,
             lists(head, query, key) && !of_query.is_empty(), !dropped};

@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
       float const of_delta = delta_factor(params);
       std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
                               std::int64_t{sequence.index} * statistics_rows_apart(params) + mine;
-      reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] =
-          Traits::Statistics::of(lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, has_modifiers(params));
+      reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = Traits::Statistics::of(
+          lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, Traits::modifies_scores(params));
     }
 
     Band const band = band_of_tile(params, sequence);

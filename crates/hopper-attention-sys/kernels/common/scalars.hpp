@@ -104,7 +104,7 @@ CUTE_HOST_DEVICE float backward_factor(BwdParams const& params) {
   return exponent_factor(params.softcap == 0.0F ? exponent_scale(params.softmax_scale) : params.softcap);
 }
 
-// Whether a backward has modified scores. Statistics of queries then have another form (Statistics in
+// Whether a backward has modified scores or weights. Statistics of queries may then have another form (Statistics in
 // sm90/bwd/traits.hpp).
 CUTE_HOST_DEVICE bool has_modifiers(BwdParams const& params) {
   return params.softcap != 0.0F || params.alibi.address != 0 || params.dropout.dropped != 0 || has_bias(params);

@@ -35,6 +35,7 @@
 //   - warp 2 works in an ordered backward only: it reports each block whose dQ has been added, so that the next tile
 //     may add to that block;
 //   - warp 3 adds dQ of each block to the sums in global memory.
+// - In kernels for dropout, a warpgroup that draws its numbers (draw.hpp).
 // - Two consumer warpgroups of 64 keys each (mma.hpp). They write dK and dV straight to global memory (clusters:
 //   after their sums), and dQ to shared memory.
 //
@@ -56,6 +57,10 @@
 //     next_wanted  CTA           1                             warp 0 has asked for all of the tile's blocks
 //     sent_full    place of 2    1                             dQ of a block has been added (ordered only)
 //     sent_empty   place of 2    1                             warp 2 has read sent_step[] (ordered only)
+//     wanted       stage         1, and 1 a consumer warp      block[] names a block, and dS has been read (*)
+//     full         stage         4                             the block's numbers are where its dS goes later (*)
+//
+// (*) in kernels for dropout
 //
 // sent_full and sent_empty belong to sent_step[], a ring of two places. Through it warp 3 tells warp 2 what to report.
 //
@@ -74,6 +79,7 @@
 
 #include "common/start.hpp"
 #include "common/thread.hpp"
+#include "sm90/bwd/draw.hpp"
 #include "sm90/bwd/load.hpp"
 #include "sm90/bwd/mma.hpp"
 #include "sm90/bwd/traits.hpp"
@@ -102,6 +108,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     init_barriers(storage.q_full, 1);
     init_barriers(storage.d_o_full, 1);
     init_barriers(storage.block_empty, Traits::kWarps);
+    if constexpr (Traits::kDraws) {
+      init_barriers(storage.drawing.wanted, 1 + Traits::kWarps);
+      init_barriers(storage.drawing.full, 4);
+    }
     fence_mbarrier_init();
   }
   if (threadIdx.x < 3 * 64) {
@@ -136,6 +146,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BwdLoad<Traits>::report_sent(params, scalars, band, storage);
     } else if (warp == 3 && cute::elect_one_sync()) {
       BwdLoad<Traits>::query_gradients(params, scalars, band, storage);
+    }
+  } else if (Traits::kDraws && warpgroup > Traits::kConsumers) {
+    if constexpr (Traits::kDraws) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kDrawerRegisters>();
+      BwdDraw<Traits>::run(params, storage);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

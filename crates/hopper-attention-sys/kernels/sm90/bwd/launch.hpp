@@ -25,6 +25,9 @@ struct BwdLaunch {
       if constexpr (Traits::kTakesBias) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
       }
+      if constexpr (kDraws) {
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<Drawing>, Drawing::kSmemBytes) : status;
+      }
       status = is_ok(status) ? prepare_schedule() : status;
       return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
     }
@@ -50,18 +53,29 @@ struct BwdLaunch {
     };
     return launch_backward<Traits>(params, stream, encode_maps, [&](BwdScalars const& scalars) {
       auto* kernel = bwd_kernel<Traits>;
+      int threads = Traits::kThreads;
       if constexpr (Traits::kMostShares > 1) {
         kernel = params.cluster > 1 ? bwd_kernel<SharedTraits<Traits>> : kernel;
       }
       if constexpr (Traits::kTakesBias) {
         kernel = has_bias(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;  // the plan has no clusters then
       }
-      start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps},
-                   kernel, params, scalars, map_q, map_k, map_v, map_d_o);
+      if constexpr (kDraws) {
+        if (Traits::is_drawn(params)) {
+          kernel = bwd_kernel<Drawing>;
+          threads = Drawing::kThreads;
+        }
+      }
+      start_kernel({params.grid, threads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps}, kernel,
+                   params, scalars, map_q, map_k, map_v, map_d_o);
     });
   }
 
  private:
+  // Whether the row has a kernel in which a warpgroup draws dropout's numbers, and its traits.
+  static constexpr bool kDraws = Traits::kTakesDropout && Traits::kMayDraw;
+  using Drawing = DrawingTraits<typename Traits::Plain>;
+
   static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
     PackedBwdScalars scalars = packed_bwd_scalars<Packed>(params);
     CUtensorMap map_q, map_k, map_v, map_d_o;

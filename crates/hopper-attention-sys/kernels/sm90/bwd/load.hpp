@@ -46,23 +46,25 @@ struct BwdLoad {
   };
 
   // Calls `use` for the blocks of all tiles, in the order in which the consumers take them, and `done` after the last
-  // block of a tile. The ring runs on across the heads of a group and across tiles.
+  // block of a tile. The ring runs on across the heads of a group and across tiles. Returns where it ends.
   //
   // kKeeps: the lane keeps a copy of a packed tile, so that tile[] need not wait for its last block. (One lane may.
   // Where those of an ordered backward did, ptxas spilled.)
   template <bool kKeeps, class Use, class Done = Nothing>
-  CUTE_DEVICE static void stream(BwdParams const& params, Scalars const& scalars, Band const& band, Storage& storage,
-                                 Use const& use, Done const& done = {}) {
+  CUTE_DEVICE static RingPosition<Traits::kStages> stream(BwdParams const& params, Scalars const& scalars,
+                                                          Band const& band, Storage& storage, Use const& use,
+                                                          Done const& done = {}) {
     if constexpr (Traits::kIsPacked) {
-      stream_packed<kKeeps>(params, scalars, storage, use, done);
+      return stream_packed<kKeeps>(params, scalars, storage, use, done);
     } else {
-      stream_dense(params, scalars, band, storage, use, done);
+      return stream_dense(params, scalars, band, storage, use, done);
     }
   }
 
   template <class Use, class Done>
-  CUTE_DEVICE static void stream_dense(BwdParams const& params, Scalars const& scalars, Band const& band,
-                                       Storage& storage, Use const& use, Done const& done) {
+  CUTE_DEVICE static RingPosition<Traits::kStages> stream_dense(BwdParams const& params, Scalars const& scalars,
+                                                                Band const& band, Storage& storage, Use const& use,
+                                                                Done const& done) {
     RingPosition<Traits::kStages> ring;
     // Not unrolled, here and below: a lane waits most of the time, and 24 registers must do.
     CUTE_NO_UNROLL
@@ -99,6 +101,7 @@ struct BwdLoad {
         break;  // there is one tile
       }
     }
+    return ring;
   }
 
   // The steps of a tile, where lists have them. A tile begins further on in its lists than the tile before it: at the
@@ -128,8 +131,8 @@ struct BwdLoad {
 
   // The same of packed sequences. Tiles stay in shared memory until their last block: registers are short.
   template <bool kKeeps, class Use, class Done>
-  CUTE_DEVICE static void stream_packed(BwdParams const& params, Scalars const& scalars, Storage& storage,
-                                        Use const& use, Done const& done) {
+  CUTE_DEVICE static RingPosition<Traits::kStages> stream_packed(BwdParams const& params, Scalars const& scalars,
+                                                                 Storage& storage, Use const& use, Done const& done) {
     RingPosition<Traits::kStages> ring;
     CUTE_NO_UNROLL
     for (RingPosition<Traits::kBuffersK> k;; k.advance()) {
@@ -164,6 +167,7 @@ struct BwdLoad {
       }
       done();
     }
+    return ring;
   }
 
   // The statistics of a block of a dense problem.
@@ -189,6 +193,10 @@ struct BwdLoad {
         } else {
           storage.modifiers.slope_or_head[ring.stage] = head;
         }
+      }
+      if constexpr (Traits::kDraws) {
+        storage.drawing.block[ring.stage] = {m, tile.block, tile.batch * params.heads_q + head};
+        storage.drawing.wanted[ring.stage].arrive();
       }
       Mbarrier& q_full = storage.q_full[ring.stage];
       q_full.arrive_expect_bytes(Traits::kBytesQ);
@@ -223,7 +231,12 @@ struct BwdLoad {
         }
       }
     };
-    stream<false>(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
+    auto const end = stream<false>(params, scalars, band, storage, load, [&]() { storage.next_wanted.arrive(); });
+    if constexpr (Traits::kDraws) {
+      storage.block_empty[end.stage].wait(end.parity ^ 1);
+      storage.drawing.block[end.stage].n_block = -1;
+      storage.drawing.wanted[end.stage].arrive();
+    }
   }
 
   // dQ of each block, from shared memory to the sums in global memory. The first tile that comes to a block stores its

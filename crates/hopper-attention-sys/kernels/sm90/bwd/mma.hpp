@@ -32,6 +32,7 @@
 #include "common/thread.hpp"
 #include "common/visits.hpp"
 #include "sm90/bwd/cluster.hpp"
+#include "sm90/bwd/draw.hpp"
 #include "sm90/bwd/traits.hpp"
 #include "sm90/product.hpp"
 
@@ -45,6 +46,8 @@ struct BwdMma {
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr bool kIsListed = Traits::kIsListed;
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
+  // Kernels with fewer registers than others read again what others keep.
+  static constexpr bool kReadsAgain = (kModified && kIsListed) || Traits::kDraws;
   static constexpr float kMasked = kModified ? -FLT_MAX : -INFINITY;  // a score
 
   // A thread's place in its warpgroup, as a new value at each call. Where registers are shortest it is even read again.
@@ -185,7 +188,7 @@ struct BwdMma {
     };
     // The block of keys of the step, where there may be lists. (Modified rows have no register for it beside them.)
     auto n_block_of_step = [&]() __attribute__((always_inline)) {
-      return kIsListed && kModified ? warp_value(storage.tile[k.stage].block) : n_block;
+      return kReadsAgain ? warp_value(storage.tile[k.stage].block) : n_block;
     };
     // The block of queries of the step.
     auto m_block_of_step = [&]() __attribute__((always_inline)) {
@@ -276,6 +279,7 @@ struct BwdMma {
         return;
       }
       int const m_block = visits.block(visit);
+      int const n_block = n_block_of_step();
       if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
@@ -287,9 +291,31 @@ struct BwdMma {
       return cute::cast_smem_ptr_to_uint(storage.d_s[ring.stage]) + row * kSlabRowBytes;
     };
     auto own_d_s = [&](int thread) __attribute__((always_inline)) { return d_s_of(warp_row(thread)); };
-    // Makes the operand's dropped weights 0. In tS they get the sign, which no weight has.
+    // Where a warpgroup draws dropout's numbers: reports that dS of a stage has been read, so that numbers may come to
+    // its place.
+    auto want_numbers = [&](int stage) __attribute__((always_inline)) {
+      if constexpr (Traits::kDraws) {
+        release(storage.drawing.wanted[stage]);
+      }
+    };
+    // The lane's bits of 64 queries.
+    [[maybe_unused]] auto read_bits = [&](int word) __attribute__((always_inline)) {
+      int const thread = thread_in_group_anew(thread_in_group);
+      return DrawnBits::read(BwdDraw<Traits>::place(storage, ring.stage, warp_row(thread), thread % 32) + 128 * word);
+    };
+    // Makes the operand's dropped weights 0. Where consumers draw, those in tS get the sign, which no weight has.
     auto drop = [&]() __attribute__((always_inline)) {
-      if constexpr (kModified) {
+      if constexpr (Traits::kDraws) {
+        storage.drawing.full[ring.stage].wait(ring.parity);
+        DrawnBits bits{};
+        CUTE_UNROLL
+        for (int i = 0; i < tP.size(); ++i) {
+          if (i % 16 == 0) {
+            bits = read_bits(i / 16);
+          }
+          tP(i) &= bits.mask(i % 16);
+        }
+      } else if constexpr (kModified) {
         if (has_dropout(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
           int const batch = warp_value(storage.tile[k.stage].batch);
@@ -312,6 +338,35 @@ struct BwdMma {
                 sign(tS(2 * at), kept << 16);
                 sign(tS(2 * at + 1), kept);
               });
+        }
+      }
+    };
+    // dS of a block, where a warpgroup has drawn the numbers, and has left -delta of each query beside them.
+    [[maybe_unused]] auto make_drawn_d_s = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kDraws) {
+        int const thread = thread_in_group_anew(thread_in_group);
+        std::uint32_t deltas = BwdDraw<Traits>::place_of_deltas(storage, ring.stage, warp_row(thread)) + thread % 4 * 8;
+        float const factor = params.dropout.factor;
+        DrawnBits bits{};
+        CUTE_UNROLL
+        for (int i = 0; i < kM / 8; ++i) {
+          if (i % 8 == 0) {
+            bits = read_bits(i / 8);
+          }
+          if (i > 0) {
+            deltas = after(tdS(2 * i - 1), deltas);  // ptxas would begin with all of the reads
+          }
+          float minus_delta[2];
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(minus_delta[0]), "=f"(minus_delta[1])
+                       : "r"(deltas + 32 * i)
+                       : "memory");
+          CUTE_UNROLL
+          for (int at = 4 * i; at < 4 * i + 4; ++at) {
+            tS(at) *= (bits.keeps(at / 2 % 16, at % 2) ? tdP(at) : minus_delta[at % 2]) * factor;
+          }
+          tdS(2 * i) = pack_pair<Element>(tS(4 * i), tS(4 * i + 1));
+          tdS(2 * i + 1) = pack_pair<Element>(tS(4 * i + 2), tS(4 * i + 3));
         }
       }
     };
@@ -496,7 +551,7 @@ struct BwdMma {
       }
       write_gradient(
           std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV,
-          [&](float sum) { return kModified ? sum * dropout_factor(params) : sum; },
+          [&](float sum) { return Traits::kDrops ? sum * dropout_factor(params) : sum; },
           [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
       write_gradient(
@@ -508,6 +563,8 @@ struct BwdMma {
       }
     };
 
+    want_numbers(0);
+    want_numbers(1);
     if (!await_tile()) {
       return;  // other CTAs drew all tiles before this one started
     }
@@ -537,6 +594,7 @@ struct BwdMma {
       issue_product<MmaDQ, false>(tQrdS.stage(stage), tQrK.stage(k_stage), tdQ);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tdQ);
+      want_numbers(stage);
       if (Traits::kIsPacked && only) {
         write_queries(k_stage, left);
         return;
@@ -545,7 +603,7 @@ struct BwdMma {
     };
     // Whether there is a tile. (Modified rows have no register for it beside lists.)
     auto has_tile = [&]() __attribute__((always_inline)) {
-      return kIsListed && kModified ? warp_value(storage.tile[k.stage].batch) >= 0 : more;
+      return kReadsAgain ? warp_value(storage.tile[k.stage].batch) >= 0 : more;
     };
     bool any = false;    // whether there was one before it
     bool fresh = false;  // whether the scores are of a new tile
@@ -593,6 +651,9 @@ struct BwdMma {
       if constexpr (!kModified) {
         pack(tP, tS);
       }
+      if constexpr (Traits::kDraws) {
+        drop();
+      }
       issue_product<MmaDV, true>(tP, tVrdO.stage(ring.stage), tdV);
       if constexpr (!is_first) {
         if constexpr (!only) {
@@ -602,7 +663,11 @@ struct BwdMma {
       fresh = remaining == 1;
       warpgroup_wait<1>();
       warpgroup_fence_operand(tdP);
-      make_d_s();
+      if constexpr (Traits::kDraws) {
+        make_drawn_d_s();
+      } else {
+        make_d_s();
+      }
       int const thread = thread_in_group_anew(thread_in_group);
       store_pairs<kN, kM>(storage.d_s[ring.stage], warp_row(thread), thread % 32,
                           [&](int i, int j) { return tdS(4 * i + j); });

@@ -147,6 +147,13 @@ constexpr Progress kStored = 1 << 30;
 constexpr Progress kFresh = 1 << 30;
 static_assert(kUnvisited == -kFresh);
 
+// A block of queries and a tile of keys, in a query head.
+struct alignas(16) DrawnBlock {
+  int m_block;
+  int n_block;  // below 0: there are no more
+  int head;     // of all batch entries
+};
+
 // kPacked: of a row's kernel for sequences whose lengths the device knows (common/sequences.hpp). kModified: of a row
 // for modified scores.
 template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTileM, int kTileN, int kStages,
@@ -165,6 +172,18 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr Modifiers kModifiers = kModified ? Modifiers::Always : Modifiers::Never;
   static constexpr bool kTakesDropout = kModified;
   static constexpr bool kDrops = kModified;
+  // Whether the row, or the row with modified scores beside it, has a kernel in which a warpgroup draws dropout's
+  // numbers (DrawingTraits), whether these are its traits, and whether it computes a problem.
+  static constexpr bool kMayDraw = !kIsListed && !kPacked && kHeadDimQK > 64;
+  static constexpr bool kDraws = false;
+  CUTE_HOST_DEVICE static bool is_drawn(BwdParams const& params) {
+    return kMayDraw && has_dropout(params) && params.softcap == 0.0F && params.alibi.address == 0 &&
+           !has_bias(params) && params.cluster <= 1;
+  }
+  // Whether S begins with 0 (Statistics).
+  CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) {
+    return has_modifiers(params) && !is_drawn(params);
+  }
   static constexpr bool kMayTakeBias = !kPacked;
   static constexpr bool kTakesBias = kMayTakeBias && kModified && kMask == MaskClass::Window;  // with any mask
   static constexpr int kBiasAtATime = 4;  // columns of a bias that are read at a time
@@ -290,6 +309,12 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     std::uint32_t slope_or_head[kStages];  // packed: the slope of each block's query head; else that head
     int head[kPacked ? kStages : 1];       // packed: that head
   };
+  // Of kernels in which a warpgroup draws. (Others have room for it.)
+  struct OfDrawing {
+    DrawnBlock block[kStages];  // what numbers are drawn for
+    Mbarrier wanted[kStages];
+    Mbarrier full[kStages];
+  };
   struct CommonStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];
     alignas(1024) Element v[kElementsV];
@@ -317,6 +342,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier sent_empty[2];
     int sent_step[2];  // what is added to the progress of a block whose dQ was sent
     std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
+    std::conditional_t<kMayDraw && !kModified, OfDrawing, Nothing> drawing;
   };
   struct ListedStorage : CommonStorage {
     ListedStep step[kStages];  // of the block whose Q is in each buffer
@@ -324,6 +350,22 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using SharedStorage = std::conditional_t<kIsListed, ListedStorage, CommonStorage>;
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
+};
+
+// Of a kernel for dropout alone, in which a warpgroup draws the numbers (draw.hpp). Its scores are not modified. It is
+// made of the traits of such a row. Consumers draw where they would have too few registers beside that warpgroup (at
+// head dim 64, and of packed sequences), where scores are modified, where lists or a bias lie in the place of the
+// numbers, and where the CTAs of a cluster share a tile.
+template <class Traits>
+struct DrawingTraits : Traits {
+  static_assert(Traits::kMayDraw && Traits::kModifiers == Modifiers::Never);
+  static constexpr bool kDrops = true;
+  static constexpr bool kDraws = true;
+  static constexpr int kThreads = 128 * (Traits::kConsumers + 2);
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kDrawerRegisters = 24;
+  static_assert(Traits::kProducerRegisters + Traits::kConsumers * kConsumerRegisters + kDrawerRegisters <=
+                65536 / kThreads / 8 * 8 * (Traits::kConsumers + 2));
 };
 
 }  // namespace hattn::sm90
