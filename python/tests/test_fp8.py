@@ -125,9 +125,12 @@ class Fp8(unittest.TestCase):
                 want = hopper_attention.attention(*(t.float() for t in self.qkv), return_lse=True, **options)[1]
                 torch.testing.assert_close(lse, want, rtol=0, atol=0.2)
                 self.assertGreater(self.error(o, **{**options, "softcap": None}), 0.3)
-                call = lambda: hopper_attention.attention_fp8(operands, **options) * 2
-                compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-                self.assertTrue(torch.equal(compiled(), o * 2))
+
+                def twice(operands, options=options):
+                    return hopper_attention.attention_fp8(operands, **options) * 2
+
+                compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+                self.assertTrue(torch.equal(compiled(operands), o * 2))
         none = hopper_attention.attention_fp8(operands)
         self.assertTrue(torch.equal(hopper_attention.attention_fp8(operands, softcap=0), none))
         with self.assertRaisesRegex(abi.HattnError, "softcap: -1"):
