@@ -155,11 +155,7 @@ impl Fuzz {
     /// 0, or 1e-3 to 1e6.
     #[must_use]
     pub fn softcap(self, softcap: f32) -> Self {
-        let changed = move |mut problem: Problem| {
-            problem.case.softcap = softcap;
-            problem
-        };
-        Self { strategy: self.strategy.prop_map(changed).boxed(), ..self }
+        self.with_any(move |problem| problem.case.softcap = softcap)
     }
 
     /// Gives all problems ALiBi slopes of this kind in place of the drawn ones. Problems with e4m3 operands have none.
@@ -196,10 +192,17 @@ impl Fuzz {
 
     /// Changes the cases of problems whose operands are not e4m3.
     fn with(self, change: impl Fn(&mut Case) + 'static) -> Self {
-        let changed = move |mut problem: Problem| {
+        self.with_any(move |problem| {
             if !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) {
                 change(&mut problem.case);
             }
+        })
+    }
+
+    /// Changes problems of all passes.
+    fn with_any(self, change: impl Fn(&mut Problem) + 'static) -> Self {
+        let changed = move |mut problem: Problem| {
+            change(&mut problem);
             problem
         };
         Self { strategy: self.strategy.prop_map(changed).boxed(), ..self }
