@@ -554,8 +554,12 @@ fn every_row_is_compiled_as_planned() {
             let audit = |(function, compiled): &&(String, Compiled)| {
                 let shares = plain == 0 || function.contains("SharedTraits");
                 let packed = function.contains(&format!("Li{stages}ELb1E"));
-                let kinds = [("BiasTraits", ", bias"), ("RotatedTraits", ", rotated"), ("DrawingTraits", ", drawing")];
-                let kinds = kinds.into_iter().chain([("DropoutTraits", ", dropout")]);
+                let kinds = [
+                    ("BiasTraits", ", bias"),
+                    ("RotatedTraits", ", rotated"),
+                    ("DrawingTraits", ", drawing"),
+                    ("DropoutTraits", ", dropout"),
+                ];
                 let of = kinds.into_iter().find(|(traits, _)| function.contains(traits)).map_or("", |(_, of)| of);
                 // One warpgroup draws numbers.
                 let threads = row.threads() + if function.contains("DrawingTraits") { 128 } else { 0 };

@@ -380,7 +380,7 @@ mod ffi {
         max_logits: TensorDesc,
         /// Lists of blocks, of rows of class Blocks.
         blocks: BlockLists,
-        /// Dropout of the weights. Packed sequences are batch entries. The row's `modifiers` allow it, and it is of sm90.
+        /// Dropout of the weights. Packed sequences are batch entries. The row takes it (`drops`, `drops_packed`).
         dropout: Dropout,
         /// Additive bias `[batch, heads_q, seqlen_q, seqlen_kv]`, read (`kernels/common/bias.hpp`): it is added to the scores
         /// after the cap, in natural units. The keys of a query lie side by side. Strides are 0 where a dimension is shared.

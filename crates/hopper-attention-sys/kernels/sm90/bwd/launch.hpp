@@ -26,7 +26,7 @@ struct BwdLaunch {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
       }
       if constexpr (kDraws) {
-        status = is_ok(status) ? prepare_kernel(bwd_kernel<Drawing>, Drawing::kSmemBytes) : status;
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<Drawing>, Traits::kSmemBytes) : status;
       }
       status = is_ok(status) ? prepare_schedule() : status;
       return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
@@ -61,6 +61,7 @@ struct BwdLaunch {
         kernel = has_bias(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;  // the plan has no clusters then
       }
       if constexpr (kDraws) {
+        static_assert(Drawing::kSmemBytes == Traits::kSmemBytes, "all kernels of a row ask for what the row says");
         if (Traits::is_drawn(params)) {
           kernel = bwd_kernel<Drawing>;
           threads = Drawing::kThreads;

@@ -186,7 +186,7 @@ struct BwdMma {
       }
       return slope;
     };
-    // The block of keys of the step, where there may be lists. (Modified rows have no register for it beside them.)
+    // The block of keys of the step.
     auto n_block_of_step = [&]() __attribute__((always_inline)) {
       return kReadsAgain ? warp_value(storage.tile[k.stage].block) : n_block;
     };
@@ -279,10 +279,10 @@ struct BwdMma {
         return;
       }
       int const m_block = visits.block(visit);
-      int const n_block = n_block_of_step();
-      if (!is_free<kMask, kM, kN>(band, m_block, n_block)) {
+      int const n_of_step = n_block_of_step();
+      if (!is_free<kMask, kM, kN>(band, m_block, n_of_step)) {
         int const thread = thread_in_group_anew(thread_in_group);
-        apply_mask_transposed<kMask, kM>(tS, band, n_block * kN + warp_row(thread) + thread % 32 / 4,
+        apply_mask_transposed<kMask, kM>(tS, band, n_of_step * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
     };
@@ -601,7 +601,7 @@ struct BwdMma {
       }
       store_queries();
     };
-    // Whether there is a tile. (Modified rows have no register for it beside lists.)
+    // Whether there is a tile.
     auto has_tile = [&]() __attribute__((always_inline)) {
       return kReadsAgain ? warp_value(storage.tile[k.stage].batch) >= 0 : more;
     };

@@ -309,7 +309,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     std::uint32_t slope_or_head[kStages];  // packed: the slope of each block's query head; else that head
     int head[kPacked ? kStages : 1];       // packed: that head
   };
-  // Of kernels in which a warpgroup draws. (Others have room for it.)
+  // Of kernels in which a warpgroup draws. (It takes no more shared memory: there were bytes left.)
   struct OfDrawing {
     DrawnBlock block[kStages];  // what numbers are drawn for
     Mbarrier wanted[kStages];
