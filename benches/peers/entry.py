@@ -71,12 +71,15 @@ class BackwardArgs(ctypes.Structure):
 class Fp8Args(ctypes.Structure):
     """hattn_peer_fwd_fp8_args. A test compares it with the header."""
 
-    _fields_ = fields(
-        ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"],
-        ["q", "k", "v", "o"],
-        ["scaling", "o_dtype"],
-        ["half_scores", "wish"],
-    )
+    _fields_ = [
+        *fields(
+            ["q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale"],
+            ["q", "k", "v", "o"],
+            ["scaling", "o_dtype"],
+            ["half_scores", "wish"],
+        ),
+        *((name, ctypes.c_void_p) for name in LISTS),
+    ]
 
 
 def values(p):

@@ -97,7 +97,9 @@ class EntryFp8:
         self.lse = torch.full((p["batch"], p["heads_q"], p["seqlen"]), float("nan"), dtype=torch.float32, device=q.device)
         tensors = {"q": q, "k": k, "v": v, "o": self.o}
         self.offsets = self.library.offsets(p, torch)
-        self.args = entry.filled(entry.Fp8Args, p, tensors, self.lse, torch.cuda.current_stream().cuda_stream, self.offsets)
+        self.lists = self.library.lists(p, torch)
+        stream = torch.cuda.current_stream().cuda_stream
+        self.args = entry.filled(entry.Fp8Args, p, tensors, self.lse, stream, self.offsets, lists=self.lists)
         for field, factors in zip(("q_descale", "k_descale", "v_descale"), operands.factors):
             setattr(self.args, field, factors.data_ptr())
         # Kernels of packed sequences have scores in f32. So has the dense batch that they are held against.
@@ -155,8 +157,8 @@ class CudnnFp8:
         torch, cudnn, p = self.torch, self.frontend.cudnn, operands.p
         if entry.lengths(p) is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives cuDNN no packed e4m3 operands")
-        if "softcap" in p:
-            raise RuntimeError(f"{entry.STATUS[2]}: cuDNN has no softcap")
+        if "softcap" in p or p.get("blocks"):
+            raise RuntimeError(f"{entry.STATUS[2]}: cuDNN has neither a softcap nor lists of blocks")
         if p.get("window") is not None:
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep asks cuDNN for no window of e4m3 operands")
         e4m3, f32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT

@@ -61,7 +61,8 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
    blocks of 128 queries and 128 keys, of all batch entries and heads. With Qb = ceil(seqlen_q / 128) and
    Kb = ceil(seqlen_kv / 128), block i of the queries sees the keys of the blocks full_block_idx[i * Kb], ... of which
    there are full_block_cnt[i], and no others. mask_block_cnt is Qb zeros: no block is partial. Null, or a struct that
-   ends before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. */
+   ends before them: there are no lists. The sweep gives lists only to libraries that export hattn_peer_lists. In the
+   struct of e4m3 operands they come last. */
 
 /* dropout_state and dropout, after the lists: a weight becomes 0 with the probability dropout, above 0 and below 1, and
    is divided by 1 - dropout otherwise. dropout_state is the device address of the four words of a seed and an offset,
@@ -232,6 +233,9 @@ typedef struct hattn_peer_fwd_fp8_args {
   int32_t const* cu_seqlens; /* device address of batch + 1 numbers from 0 to the number of rows, or null */
   int32_t longest;           /* the length of the longest sequence */
   int32_t reserved_2;        /* 0 */
+  int32_t const* full_block_cnt;
+  int32_t const* full_block_idx;
+  int32_t const* mask_block_cnt;
 } hattn_peer_fwd_fp8_args;
 
 /* Optional: enqueues one forward of e4m3 operands on the current device, by the rules of hattn_peer_fwd. */

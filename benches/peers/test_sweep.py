@@ -340,7 +340,7 @@ class Fp8(unittest.TestCase):
             self.assertEqual([getattr(args, field) for field in ("q", "k", "v", "q_descale", "k_descale", "v_descale")], [1, 2, 3, 11, 12, 13])
             self.assertEqual((list(args.v_stride), args.stream, args.workspace, args.workspace_bytes), ([3, 6, 9], 77, 5, 6))
             self.assertEqual((args.dtype, args.scaling, args.o_dtype, args.mask, args.heads_kv), (2, scaling, 1, 1, 2))
-            self.assertEqual((args.half_scores, args.wish, args.struct_bytes), (1, 0, 280))
+            self.assertEqual((args.half_scores, args.wish, args.struct_bytes), (1, 0, 304))
             self.assertEqual((args.o, args.lse), (x.o.address, x.lse.address))
             self.assertTrue(math.isnan(x.o.value) and math.isnan(x.lse.value))
             args.scaling = 0

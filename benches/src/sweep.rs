@@ -59,8 +59,7 @@ pub struct Sweep {
     pub bias: Bias,
     /// The percentage of the weights of all points that dropout makes 0. Not with e4m3 operands and with inputs that are not normal.
     pub dropout: Option<u32>,
-    /// In place of masks: lists of full blocks, one in so many of all, at random. Not with e4m3 operands, `lopsided`, `quarter` and
-    /// `packed`.
+    /// In place of masks: lists of full blocks, one in so many of all, at random. Not with `lopsided`, `quarter` and `packed`.
     pub block_mask: Vec<u32>,
     /// A point is taken when one of these fits its name, see [`Point`]; all are when there is none.
     pub filters: Vec<String>,
@@ -144,12 +143,8 @@ impl Sweep {
             self.dropout.is_none() || self.inputs.iter().all(Class::is_normal),
             "--dropout with other --inputs is not timed; allowed: --inputs normal"
         );
-        let refused = [
-            (self.dtypes.contains(&Precision::E4m3), "--dtypes e4m3"),
-            (self.lopsided, "--lopsided"),
-            (self.quarter, "--quarter"),
-            (!self.packed.is_empty(), "--packed"),
-        ];
+        let refused =
+            [(self.lopsided, "--lopsided"), (self.quarter, "--quarter"), (!self.packed.is_empty(), "--packed")];
         for (with, option) in refused {
             let lists = !self.block_mask.is_empty();
             ensure!(!(lists && with), "--block-mask with {option} is not timed; allowed: one of them");

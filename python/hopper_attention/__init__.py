@@ -475,6 +475,8 @@ def attention_fp8(
     sm_margin: int = 0,
     s_aux: Any = None,
     softcap: float | None = None,
+    attn_mask: Any = None,
+    block_mask: Any = None,
 ) -> Any:
     """`attention` on operands that `quantize` made. It has no gradient.
 
@@ -483,13 +485,27 @@ def attention_fp8(
     - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
     - s_aux: attention sinks as in `attention`, without a gradient.
     - softcap: a cap of the scores as in `attention`.
+    - attn_mask, block_mask: as in `attention`, but no floating-point attn_mask. On a GPU not beside a softcap.
 
     Gives o, or a tuple of o, lse and amax with those that were asked for.
     """
     _need_torch()
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     return _fp8.attention_fp8(
-        operands, causal, window, top_left, scale, return_lse, out_dtype, scale_o, return_amax, sm_margin, s_aux, softcap
+        operands,
+        causal,
+        window,
+        top_left,
+        scale,
+        return_lse,
+        out_dtype,
+        scale_o,
+        return_amax,
+        sm_margin,
+        s_aux,
+        softcap,
+        attn_mask,
+        block_mask,
     )
 
 

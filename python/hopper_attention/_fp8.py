@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from . import abi
+from ._block_lists import fields_of
+from ._blocks import lists_for
 from ._calls import Call, prepared
 from ._plans import Window, descale_shape, margin_of, mask_of, plans, scale_of, scaling_of, softcap_of
 from ._sinks import operand
@@ -69,6 +71,8 @@ def attention_fp8(
     sm_margin: int,
     s_aux: Optional[torch.Tensor] = None,
     softcap: Optional[float] = None,
+    attn_mask: Any = None,
+    block_mask: Any = None,
 ) -> Any:
     """See hopper_attention.attention_fp8."""
     _check(q=operands.q, k=operands.k, v=operands.v)
@@ -79,6 +83,11 @@ def attention_fp8(
         sinks = operand(s_aux, operands.q.device)
         if s_aux.requires_grad and torch.is_grad_enabled():
             raise ValueError("s_aux: it requires a gradient, and FP8 has none; detach it, or use torch.no_grad()")
+    lists = {}
+    if attn_mask is not None or block_mask is not None:
+        if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
+            raise TypeError(f"attn_mask: {attn_mask.dtype}; allowed with FP8: tensors of torch.bool (True keeps a pair)")
+        lists = lists_for(block_mask, attn_mask, operands.q, operands.k).named()
     o, lse, amax = torch.ops.hopper_attention.forward_fp8(
         operands.q,
         operands.k,
@@ -97,6 +106,7 @@ def attention_fp8(
         margin_of(sm_margin),
         sinks,
         softcap_of(softcap),
+        *(lists.get(name) for name in abi.BLOCK_LISTS),
     )
     results = (o, *([lse] if return_lse else []), *([amax] if return_amax else []))
     return results if len(results) > 1 else o
@@ -110,7 +120,8 @@ _library.define(
 _library.define(
     "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor? scale_o,"
     " float scale, int mask, int corner, int window_left, int window_right, int scaling, int output, bool lse, bool amax,"
-    " bool half_scores, int sm_margin=0, Tensor? sinks=None, float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    " bool half_scores, int sm_margin=0, Tensor? sinks=None, float softcap=0.0,"
+    f" {', '.join(f'Tensor? {name}=None' for name in abi.BLOCK_LISTS)}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -157,15 +168,17 @@ def _fp8_outputs(q: Any, v: Any, output: int, lse: bool, amax: bool) -> list:
 
 
 def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any, *rest: Any) -> tuple:
-    # The dispatcher leaves out what is as it is by default, from the end: the margin, the sinks and the softcap.
+    # The dispatcher leaves out what is as it is by default, from the end: the margin, the sinks, the softcap and the lists.
     numbers, (scaling, output, lse, amax, half_scores) = rest[:5] + rest[10:11], rest[5:10]
-    sinks, softcap = *rest[11:], *(None, 0.0)[len(rest[11:]) :]
+    usual = (None, 0.0, *(None for _ in abi.BLOCK_LISTS))
+    sinks, softcap, *lists = *rest[11:], *usual[len(rest[11:]) :]
     o, lse_out, amax_out = outputs = _fp8_outputs(q, v, output, lse, amax)
     given = {"q": q, "k": k, "v": v, "o": o, "descale_q": dq, "descale_k": dk, "descale_v": dv}
     given |= {"lse": lse_out} if lse else {}
     given |= {"scale_o": scale_o} if scale_o is not None else {}
     given |= {"amax": amax_out} if amax else {}
     given |= {"sinks": sinks} if sinks is not None else {}
+    given |= {name: t for name, t in zip(abi.BLOCK_LISTS, lists) if t is not None}
 
     def make() -> Call:
         options = {
@@ -176,6 +189,7 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
             "half_scores": int(half_scores),
             "sinks": 0 if sinks is None else DTYPES[sinks.dtype],
             "softcap": softcap,
+            **fields_of(given),
         }
         problem = problem_of(q, k, v, *numbers, **options)
         return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})

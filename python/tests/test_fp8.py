@@ -136,6 +136,31 @@ class Fp8(unittest.TestCase):
         with self.assertRaisesRegex(abi.HattnError, "softcap: -1"):
             hopper_attention.attention_fp8(operands, softcap=-1.0)
 
+    def test_masks(self):
+        """Booleans, and lists of blocks, beside attention in f32 with the same mask."""
+        operands = hopper_attention.quantize(*self.qkv, scaling="per_block")
+        queries, keys = self.qkv[0].shape[1], self.qkv[1].shape[1]
+        keep = torch.rand(2, 1, queries, keys) < 0.5
+        keep[0, 0, 3] = False
+        o, lse = hopper_attention.attention_fp8(operands, attn_mask=keep, return_lse=True)
+        self.assertLess(self.error(o, attn_mask=keep), 0.1)
+        self.assertGreater(self.error(o), 0.3)
+        self.assertTrue((o[0, 3] == 0).all() and (lse[0, :, 3] == float("-inf")).all())
+        lists = hopper_attention.block_lists(keep, *self.qkv[:2])
+        self.assertTrue(torch.equal(hopper_attention.attention_fp8(operands, block_mask=lists), o))
+
+        def twice(operands, keep):
+            return hopper_attention.attention_fp8(operands, attn_mask=keep) * 2
+
+        compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+        self.assertTrue(torch.equal(compiled(operands, keep), o * 2))
+        for error, words, options in (
+            (TypeError, "attn_mask: torch.float32", {"attn_mask": torch.zeros(queries, keys)}),
+            (ValueError, "block_mask: given, and so is attn_mask", {"attn_mask": keep, "block_mask": lists}),
+        ):
+            with self.subTest(words=words), self.assertRaisesRegex(error, words):
+                hopper_attention.attention_fp8(operands, **options)
+
     def test_compiled(self):
         def both(q, k, v):
             return hopper_attention.attention_fp8(hopper_attention.quantize(q, k, v, hadamard=3), causal=True) * 2

@@ -27,7 +27,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
         Values::Like(Class::ALL[2]),
     ];
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64, 128][..], &[64, 128, 40, 96]) {
+    for &head_dim in grid.pick(&[64, 128, 256][..], &[64, 128, 40, 96, 256, 160]) {
         for (mask, blocks) in masks.into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
             for (seqlen_q, seqlen_kv) in sizes {
                 let turn = cases.len();
@@ -42,7 +42,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
     }
     for (i, garbage) in Garbage::ALL.into_iter().enumerate() {
         for (input, blocks) in Input::ALL.into_iter().flat_map(|input| kinds().map(move |kind| (input, kind))) {
-            let mut case = Case::new(290, 410, [64, 128][i % 2], masks[i % 3]).heads(2, 4, 2).blocks(blocks);
+            let mut case = Case::new(290, 410, [64, 128, 256][i % 3], masks[i / 2 % 3]).heads(2, 4, 2).blocks(blocks);
             case.values = Values::Garbage(input, garbage);
             case.seed = (i * 100 + cases.len()) as u64;
             cases.push(case);

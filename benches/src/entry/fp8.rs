@@ -7,6 +7,7 @@ use hopper_attention::{DType, ForwardProblem, Scaling, Slot};
 use super::call::{Call, Given, Problem, Wish};
 use super::problem::refused;
 use super::{E4M3, Numbers, Packing, Refused, answer, read};
+use crate::point::FullBlocks;
 
 /// `hattn_peer_fwd_fp8_args`: the header says what the fields mean.
 #[derive(Clone, Copy, Debug)]
@@ -35,10 +36,14 @@ pub struct Fp8Args {
     pub half_scores: i32,
     pub wish: i32,
     pub packing: Packing,
+    /// Lists of full blocks, and as many counts of partial blocks, as the struct of a forward has them.
+    pub full_block_cnt: *const i32,
+    pub full_block_idx: *const i32,
+    pub mask_block_cnt: *const i32,
 }
 
 // As for the forward's.
-const _: () = assert!(size_of::<Fp8Args>() == 280 && std::mem::offset_of!(Fp8Args, half_scores) == OLDER_BYTES);
+const _: () = assert!(size_of::<Fp8Args>() == 304 && std::mem::offset_of!(Fp8Args, half_scores) == OLDER_BYTES);
 const _: () = assert!(std::mem::offset_of!(Fp8Args, numbers) == 168 && std::mem::offset_of!(Fp8Args, stream) == 232);
 const _: () = assert!(std::mem::offset_of!(Fp8Args, packing) == 264);
 
@@ -83,6 +88,7 @@ impl Fp8Args {
             }
         };
         let options = self.numbers.forward(DType::E4M3, self.packing)?.lse(!self.lse.is_null());
+        let options = options.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
         Ok(options.scaling(scaling).half_scores(half_scores).output(output).build()?)
     }
 
@@ -102,8 +108,10 @@ impl Fp8Args {
         Ok(Some(Wish { scores, tile_m: given(part(4, 12)), shares: given(part(16, 8)) }))
     }
 
-    fn call(&self) -> Result<Call<8>, Refused> {
+    fn call(&self) -> Result<Call<13>, Refused> {
         let problem = self.problem()?;
+        let [counts, partial, bits, full_counts, full] =
+            Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
             problem: match self.wish()? {
                 None => Problem::Forward(problem),
@@ -119,6 +127,11 @@ impl Fp8Args {
                 Given::contiguous(Slot::DescaleQ, self.q_descale),
                 Given::contiguous(Slot::DescaleK, self.k_descale),
                 Given::contiguous(Slot::DescaleV, self.v_descale),
+                counts,
+                partial,
+                bits,
+                full_counts,
+                full,
             ],
             workspace: self.workspace,
             workspace_bytes: self.workspace_bytes,

@@ -127,7 +127,6 @@ mod tests {
     #[test]
     fn what_lists_are_not_timed_with_is_refused() {
         for (wrong, part) in [
-            (Sweep { dtypes: vec![Precision::E4m3], ..sweep() }, "--dtypes e4m3"),
             (Sweep { packed: vec![16384], ..sweep() }, "--packed"),
             (Sweep { lopsided: true, ..sweep() }, "--lopsided"),
             (Sweep { quarter: true, ..sweep() }, "--quarter"),

@@ -201,6 +201,24 @@ impl BlocksImage {
         Self { mask, shape: [batch, heads, queries, keys], lists }
     }
 
+    /// Makes every list one of a single partial block, of which the pairs are kept that `keep` keeps: it has query and key in
+    /// the block.
+    pub fn keep_one_block(&mut self, block: i32, keep: impl Fn(usize, usize) -> bool) {
+        let [batch, heads, queries, keys] = self.shape;
+        let rows = batch * heads * queries;
+        let words = bits(keep);
+        let guarded = |inner: Vec<i32>| {
+            let guard = vec![i32::MIN; GUARD];
+            [guard.clone(), inner, guard].concat()
+        };
+        self.mask = BlockMask::new(1).per_batch(self.mask.is_per_batch()).per_head(self.mask.is_per_head());
+        self.lists = vec![
+            (Slot::MaskBlockCnt, guarded(vec![1; rows])),
+            (Slot::MaskBlockIdx, guarded(vec![block; rows * keys])),
+            (Slot::MaskBits, guarded(words.repeat(rows))),
+        ];
+    }
+
     /// The memory of an operand without guard bands. Empty where there is none.
     pub fn inner(&self, slot: Slot) -> &[i32] {
         let list = self.lists.iter().find(|(of, _)| *of == slot);

@@ -7,6 +7,7 @@ use hopper_attention::{
     Slot, Stream, Workspace, bf16, f16,
 };
 
+use crate::blocks::BlocksImage;
 use crate::case::Case;
 use crate::data::Input;
 use crate::packing::{Packing, read, read_numbers, write, write_numbers};
@@ -22,6 +23,7 @@ pub struct Operands {
     descale: [Vec<f32>; 3],
     packing: Packing,
     sinks: Option<SinksImage>,
+    blocks: Option<BlocksImage>,
 }
 
 impl Operands {
@@ -66,13 +68,24 @@ impl Operands {
             let seed = u64::from(dtype != DType::F32);
             Sinks::Normal.image(problem.dims().heads_q, seed)
         });
-        Self { problem: problem.clone(), stored, descale, packing: packing.clone(), sinks }
+        Self { problem: problem.clone(), stored, descale, packing: packing.clone(), sinks, blocks: None }
     }
 
     /// The same with the sinks of a case. Their type must be the problem's.
     pub fn with_sinks(mut self, case: &Case) -> Self {
         self.sinks = case.sinks.image(case.dims.heads_q, case.seed);
         self
+    }
+
+    /// The same with these lists of blocks. Their form must be the problem's.
+    pub fn with_blocks(mut self, blocks: Option<BlocksImage>) -> Self {
+        self.blocks = blocks;
+        self
+    }
+
+    /// Their lists of blocks, where the problem has any.
+    pub fn blocks(&self) -> Option<&BlocksImage> {
+        self.blocks.as_ref()
     }
 
     /// Their sinks, where the problem has any.
@@ -159,6 +172,9 @@ impl Operands {
         if let Some(sinks) = &self.sinks {
             args = sinks.add_to(args);
         }
+        if let Some(blocks) = &self.blocks {
+            args = blocks.add_to(args);
+        }
         let packed = problem.is_packed_q();
         args = write(args, Slot::O, &mut o, dense(problem.o_shape()), packed);
         args = write_numbers(args, Slot::Lse, &mut lse, dense(problem.lse_shape()), packed);
@@ -171,8 +187,9 @@ impl Operands {
     pub fn expected(&self) -> Expected {
         let [q, k, v] = self.real();
         let sinks = self.sinks.as_ref().map(SinksImage::values);
-        let (lengths, modifiers) =
-            (self.packing.lengths(), Modifiers { sinks: sinks.as_deref(), ..Modifiers::default() });
+        let blocks = self.blocks.as_ref().map(BlocksImage::borrowed);
+        let modifiers = Modifiers { sinks: sinks.as_deref(), blocks, ..Modifiers::default() };
+        let lengths = self.packing.lengths();
         Expected::with(&self.problem, &lengths, [&q, &k, &v], modifiers, 1.0, None).expect("matching shapes")
     }
 
@@ -222,6 +239,7 @@ impl Operands {
         let (q, k) = (input(Input::Q, problem.q_shape()), input(Input::K, problem.k_shape()));
         let v = input(Input::V, problem.v_shape());
         let operands = Self::quantised_of(problem, &case.packing, [&q, &k, &v], hadamard);
+        let operands = operands.with_blocks(case.block_lists());
         if case.sinks.is_none() { operands } else { operands.with_sinks(case) }
     }
 

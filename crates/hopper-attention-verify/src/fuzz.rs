@@ -164,11 +164,16 @@ impl Fuzz {
         self.with(move |case| case.alibi = alibi)
     }
 
-    /// Gives all problems lists of blocks of this kind in place of the drawn ones. Problems with e4m3 operands, packed sequences or
-    /// used lengths have none.
+    /// Gives all problems lists of blocks of this kind in place of the drawn ones. Problems with packed sequences or used lengths have
+    /// none, nor have those of e4m3 operands with a cap.
     #[must_use]
     pub fn blocks(self, blocks: Blocks) -> Self {
-        self.with(move |case| *case = listed(case.clone(), blocks))
+        self.with_any(move |problem| {
+            let capped_fp8 = problem.pass == Pass::Fp8 && problem.case.softcap != 0.0;
+            if problem.pass != Pass::Quantize && !capped_fp8 {
+                problem.case = listed(problem.case.clone(), blocks);
+            }
+        })
     }
 
     /// Gives all problems an additive bias of this kind in place of the drawn one. Problems with e4m3 operands, packed sequences or used
@@ -332,7 +337,7 @@ mod tests {
         let (masks, passes) = (["full", "causal", "window", "chunked", "prefix"], ["forward", "backward", "fp8"]);
         both(&masks, &masks)
             || both(&passes, &passes)
-            || both(&["fp8"], &["alibi", "max_logits", "blocks", "bias", "dropout"])
+            || both(&["fp8"], &["alibi", "max_logits", "bias", "dropout"])
             || both(&["backward"], &["max_logits"])
             || both(&["blocks", "bias"], &["packed", "used lengths"])
             || for_gpu && both(&["blocks"], &["bias"])
@@ -370,7 +375,11 @@ mod tests {
             let mut fuzz = Fuzz::new(5, true).blocks(blocks);
             let mut with = 0;
             for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
-                let takes = !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) && problem.case.packing.is_none();
+                let takes = match problem.pass {
+                    Pass::Quantize => false,
+                    Pass::Fp8 => problem.case.packing.is_none() && problem.case.softcap == 0.0,
+                    _ => problem.case.packing.is_none(),
+                };
                 let has = problem.forward().block_mask().is_some();
                 assert_eq!(has, takes && !blocks.is_none(), "{problem}");
                 with += usize::from(has);

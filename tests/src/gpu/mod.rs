@@ -62,39 +62,46 @@ impl Gpu {
         self.running(kernels()).into_iter().filter(plain).collect()
     }
 
-    /// The forward rows for lists of blocks.
+    /// The forward rows of 16-bit operands for lists of blocks, but those for modified scores alone.
     pub fn listed_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(kernels(), true, false)
+        self.listed(kernels(), |row| !row.needs_modifiers())
     }
 
-    /// The same for modified scores.
+    /// Those that take modified scores.
     pub fn listed_modified_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(kernels(), true, true)
+        self.listed(kernels(), KernelInfo::takes_modifiers)
     }
 
-    /// The backward rows for lists of blocks.
+    /// The rows of e4m3 operands for lists of blocks.
+    pub fn listed_fp8_rows(&self) -> Vec<KernelInfo> {
+        let of_e4m3 = |row: &KernelInfo| row.dtype() == DType::E4M3 && is_listed(row);
+        self.running(kernels()).into_iter().filter(of_e4m3).collect()
+    }
+
+    /// The backward rows for lists of blocks, but those for modified scores alone.
     pub fn listed_backward_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(backward_kernels(), true, false)
+        self.listed(backward_kernels(), |row| !row.needs_modifiers())
     }
 
-    /// The same for modified scores.
+    /// Those that take modified scores.
     pub fn listed_modified_backward_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(backward_kernels(), true, true)
+        self.listed(backward_kernels(), KernelInfo::takes_modifiers)
     }
 
     /// Those that take modified scores, but those for lists of blocks.
     pub fn modified_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(kernels(), false, true).into_iter().filter(|row| row.dtype() != DType::E4M3).collect()
+        self.modified(kernels())
     }
 
-    /// Those of e4m3 operands, but those for modified scores.
+    /// Those of e4m3 operands, but those for modified scores and for lists of blocks.
     pub fn fp8_rows(&self) -> Vec<KernelInfo> {
         self.all_fp8_rows().into_iter().filter(|row| !row.needs_modifiers()).collect()
     }
 
     /// The same with those for modified scores.
     pub fn all_fp8_rows(&self) -> Vec<KernelInfo> {
-        self.running(kernels()).into_iter().filter(|row| row.dtype() == DType::E4M3).collect()
+        let of_e4m3 = |row: &KernelInfo| row.dtype() == DType::E4M3 && !is_listed(row);
+        self.running(kernels()).into_iter().filter(of_e4m3).collect()
     }
 
     /// The backward rows that this GPU runs, but those for modified scores alone, and for lists of blocks.
@@ -105,13 +112,19 @@ impl Gpu {
 
     /// The backward rows that this GPU runs, and that take modified scores, but those for lists of blocks.
     pub fn modified_backward_rows(&self) -> Vec<KernelInfo> {
-        self.chosen(backward_kernels(), false, true)
+        self.modified(backward_kernels())
     }
 
-    /// Those for lists of blocks or not, and that take modified scores or not.
-    fn chosen(&self, rows: &[KernelInfo], listed: bool, modified: bool) -> Vec<KernelInfo> {
-        let of_kind = |row: &KernelInfo| is_listed(row) == listed && row.takes_modifiers() == modified;
-        self.running(rows).into_iter().filter(of_kind).collect()
+    /// Those of 16-bit operands that take modified scores, but those for lists of blocks.
+    fn modified(&self, rows: &[KernelInfo]) -> Vec<KernelInfo> {
+        let takes = |row: &KernelInfo| row.dtype() != DType::E4M3 && !is_listed(row) && row.takes_modifiers();
+        self.running(rows).into_iter().filter(takes).collect()
+    }
+
+    /// Those of 16-bit operands for lists of blocks that are of a kind.
+    fn listed(&self, rows: &[KernelInfo], is_of_kind: impl Fn(&KernelInfo) -> bool) -> Vec<KernelInfo> {
+        let takes = |row: &KernelInfo| row.dtype() != DType::E4M3 && is_listed(row) && is_of_kind(row);
+        self.running(rows).into_iter().filter(takes).collect()
     }
 
     /// The rows that this GPU runs. `HATTN_TEST_ROWS` asks for those alone whose description has one of these texts, with `|`

@@ -1,12 +1,14 @@
 //! Block-sparse masks through the CPU backend, under the tolerance; and what the tolerance must notice.
 
 use hopper_attention::reference::{self, Expected, Modifiers};
-use hopper_attention::{DType, Lengths, MASK_BLOCK, Mask, Slot, bf16, f16};
+use hopper_attention::{DType, Lengths, MASK_BLOCK, Mask, Scaling, Slot, bf16, f16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, BlocksImage, cases, spoil};
 use hopper_attention_tests::case::random;
+use hopper_attention_tests::data::{Input, Values};
+use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner};
+use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
 
 /// Every 17th case, from this one on. The oracle takes too long for all cases here. The kernels' tests take them.
 fn some(first: usize) -> Vec<Case> {
@@ -23,6 +25,33 @@ fn the_forward_keeps_the_tolerance() {
 fn the_backward_keeps_the_tolerance() {
     Runner::all_on_cpu::<backward::Prepared<f32>>("cpu f32 backward", &some(9));
     Runner::all_on_cpu::<backward::Prepared<f16>>("cpu f16 backward", &some(13));
+}
+
+/// e4m3 operands, with every kind of factors in turn.
+#[test]
+fn e4m3_operands_keep_the_tolerance() {
+    let cases = some(3);
+    let mut runner = Runner::new(["cpu e4m3"]);
+    for (i, case) in cases.iter().filter(|case| !matches!(case.values, Values::Garbage(..))).enumerate() {
+        let options = case.options(DType::E4M3).lse(true).scaling(Scaling::ALL[i % 3]).half_scores(i % 2 == 0);
+        // A cap comes before the lists.
+        let problem = options.softcap(if i % 4 == 1 { 10.0 } else { 0.0 }).build().unwrap();
+        let operands = Operands::of_case(case, &problem, (i % 2 == 1).then_some(case.seed));
+        let (o, lse) = operands.run();
+        runner.take(0, case, DType::E4M3, Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap()));
+    }
+    runner.finish();
+}
+
+/// Factors of 0 make products of 0, also where a pair is hidden.
+#[test]
+fn factors_of_zero_hide_nothing() {
+    let case = Case::new(200, 400, 32, Mask::Full).blocks(Blocks::Random(60));
+    let problem = case.options(DType::E4M3).lse(true).scaling(Scaling::PerBlock).build().unwrap();
+    let operands = Operands::of_case(&case, &problem, None).with_factors_times(Input::K, 0.0);
+    let (o, lse) = operands.run();
+    let report = operands.expected().check(&o, Some(&lse)).unwrap();
+    assert!(report.passed(), "{report}");
 }
 
 /// What `hattn fuzz` draws has lists.

@@ -2,15 +2,18 @@
 
 use hopper_attention::reference::{Expected, Modifiers};
 use hopper_attention::{
-    Arch, BackwardProblem, Bias, DType, Device, KernelInfo, Lengths, Mask, MaskClass, Workspace, bf16,
+    Arch, BackwardProblem, Bias, DType, Device, E4M3, KernelInfo, Lengths, Mask, MaskClass, Scaling, Workspace, bf16,
 };
 use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, cases, cases_of_row, modified_cases, spoil};
-use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::data::{Input, Poison, Values};
+use hopper_attention_tests::fp8::{Operands, Output};
 use hopper_attention_tests::gpu::backward::{OnDevice as GradientsOnDevice, same_bits as same_gradients};
-use hopper_attention_tests::gpu::{Gpu, OnDevice, same_bits};
+use hopper_attention_tests::gpu::fp8::OnDevice as Fp8OnDevice;
+use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, same_bits};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::Prepared;
+use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
+use hopper_attention_tests::sinks::Sinks;
 
 use crate::by_type::{BACKWARD, FORWARD, take};
 use crate::with_dtype;
@@ -100,6 +103,92 @@ fn spoiled_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     }
 }
 
+/// e4m3 operands. Every kind of factors takes its turn, and each second case is rotated.
+#[test]
+fn every_listed_e4m3_row_keeps_the_tolerance() {
+    let Some(gpu) = Gpu::open("every_listed_e4m3_row_keeps_the_tolerance") else { return };
+    let rows = gpu.listed_fp8_rows();
+    let mut runner = Runner::new(&rows);
+    // (What their operands cannot be is for other types.)
+    let fits = |case: &Case| case.dims.head_dim_qk.is_multiple_of(16) && !matches!(case.values, Values::Garbage(..));
+    let cases: Vec<Case> = cases(Grid::from_env()).into_iter().filter(fits).step_by(2).collect();
+    for (i, case) in cases.iter().enumerate() {
+        let sinks = if i % 4 == 3 { Sinks::ALL[i / 4 % Sinks::ALL.len()] } else { Sinks::None };
+        let case = Case { sinks, ..case.clone() };
+        let options = case.options(DType::E4M3).lse(true).scaling(Scaling::ALL[i % 3]).half_scores(i % 5 == 0);
+        let operands = Operands::of_case(&case, &options.build().unwrap(), (i % 2 == 1).then_some(case.seed));
+        let expected = operands.expected();
+        let on_device = Fp8OnDevice::new(&gpu.stream, &operands);
+        for (row, info) in rows.iter().enumerate() {
+            let Some(plan) = planned(operands.problem().plan_with_row(&gpu.device, info), info, &case) else {
+                continue;
+            };
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
+                Ok(written) => {
+                    let (o, lse) = written.output(operands.problem());
+                    Verdict::from(&expected.check(&o, Some(&lse)).unwrap())
+                }
+                Err(why) => Verdict::failed(why),
+            };
+            runner.take(row, &case, DType::E4M3, verdict);
+        }
+    }
+    runner.record("forward of e4m3 with lists of blocks", Grid::from_env(), &gpu.card(), &gpu.driver());
+    runner.finish();
+}
+
+/// Garbage in keys, values and factors that the lists hide reaches nobody. What they keep does.
+#[test]
+fn garbage_that_lists_hide_reaches_no_row_of_e4m3() {
+    let Some(gpu) = Gpu::open("garbage_that_lists_hide_reaches_no_row_of_e4m3") else { return };
+    for (row, scaling) in gpu.listed_fp8_rows().iter().flat_map(|row| Scaling::ALL.map(|scaling| (row, scaling))) {
+        // Blocks of keys 0 and 2 of 3 are hidden from all, and of block 1 a pair is kept where key and query have the
+        // same parity.
+        let case = Case::new(300, 384, row.head_dim_qk(), Mask::Full).head_dim_vo(row.head_dim_vo()).heads(2, 4, 2);
+        let mut lists = Blocks::All.image(case.dims, 0).unwrap();
+        lists.keep_one_block(1, |query, key| (query + key) % 2 == 0);
+        let options = case.options(DType::E4M3).lse(true).scaling(scaling).block_mask(Some(lists.mask));
+        let problem = options.build().unwrap();
+        let clean = Operands::of_case(&case, &problem, None).with_blocks(Some(lists.clone()));
+        let run = |operands: &Operands| {
+            let plan = operands.problem().plan_with_row(&gpu.device, row).unwrap();
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+            let on_device = Fp8OnDevice::new(&gpu.stream, operands);
+            on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None).unwrap().output(operands.problem())
+        };
+        let same = |(o, lse): &Output, (other_o, other_lse): &Output, query: usize| {
+            let dims = case.dims;
+            (0..dims.batch).all(|b| {
+                (0..dims.heads_q).all(|h| {
+                    let at = (b * dims.heads_q + h) * dims.seqlen_q + query;
+                    o.row(b, query, h)
+                        .iter()
+                        .zip(other_o.row(b, query, h))
+                        .all(|(x, y)| (x - y).abs() <= 0.1 * y.abs().max(1.0))
+                        && (lse[at] - other_lse[at]).abs() < 1e-5
+                })
+            })
+        };
+        let expected = run(&clean);
+        let mut dirty = clean.clone();
+        for (which, key) in [(1, 5), (2, 100), (1, 300), (2, 383)] {
+            for (batch, head) in (0..2).flat_map(|b| (0..2).map(move |h| (b, h))) {
+                dirty.put(which, [batch, key, head, 3], E4M3::from_bits(0x7f));
+            }
+        }
+        if scaling == Scaling::PerBlock {
+            dirty = dirty.with_factor(Input::K, [0, 0, 0], f32::INFINITY).with_factor(Input::V, [1, 1, 2], f32::NAN);
+        }
+        let written = run(&dirty);
+        assert!((0..300).all(|query| same(&written, &expected, query)), "{row} {scaling}");
+        // Key 130 is kept by even queries.
+        dirty.put(2, [0, 130, 0, 3], E4M3::from_bits(0x7f));
+        let (o, _) = run(&dirty);
+        assert!((0..300).all(|query| o.row(0, query, 1)[3].is_nan() == (query % 2 == 0)), "{row} {scaling}");
+    }
+}
+
 /// A forward pass has the same bits in every run, and so have deterministic gradients.
 #[test]
 fn passes_with_lists_repeat() {
@@ -128,10 +217,10 @@ fn passes_with_lists_repeat() {
     }
 }
 
-/// Instruction sets without kernels for lists, and a bias beside lists.
+/// A bias beside lists, and a cap beside lists and e4m3 operands.
 #[test]
-fn sm80_kernels_and_a_bias_are_refused_by_name() {
-    let Some(gpu) = Gpu::open("sm80_kernels_and_a_bias_are_refused_by_name") else { return };
+fn what_kernels_lack_is_refused_by_name() {
+    let Some(gpu) = Gpu::open("what_kernels_lack_is_refused_by_name") else { return };
     let device = Device::Cuda(gpu.device.clone());
     let options = Case::new(300, 300, 64, Mask::causal()).blocks(Blocks::All).options(DType::BF16);
     let refused = |options: hopper_attention::ForwardProblemBuilder| {
@@ -139,10 +228,12 @@ fn sm80_kernels_and_a_bias_are_refused_by_name() {
         let backward = BackwardProblem::builder(&problem).build().unwrap();
         [problem.plan(&device).unwrap_err().to_string(), backward.plan(&device).unwrap_err().to_string()]
     };
-    for text in refused(options.clone().arch(Arch::Sm80)) {
-        assert!(text.starts_with("unsupported: mask class blocks for bf16"), "{text}");
+    for arch in [Arch::Sm80, Arch::Sm90] {
+        for text in refused(options.clone().arch(arch).bias(Some(Bias::new(DType::F32)))) {
+            assert!(text.starts_with("unsupported: a bias with") && text.contains("blocks"), "{text}");
+        }
     }
-    for text in refused(options.bias(Some(Bias::new(DType::F32)))) {
-        assert!(text.starts_with("unsupported: a bias with") && text.contains("blocks"), "{text}");
-    }
+    let capped = Case::new(300, 300, 64, Mask::causal()).blocks(Blocks::All).softcap(20.0);
+    let text = capped.problem(DType::E4M3).plan(&device).unwrap_err().to_string();
+    assert!(text.starts_with("unsupported: mask class blocks for e4m3"), "{text}");
 }

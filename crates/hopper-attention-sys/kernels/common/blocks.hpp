@@ -10,6 +10,8 @@
 //
 // A backward's tile of keys has a list for each query head: an entry for each block of queries (of tile_m, half a block
 // of the lists where these are 64) that visits it. The lists of a tile may all be empty.
+//
+// On sm80 tiles and blocks are smaller than 128, too. Then several tiles read one list, and visit parts of its blocks.
 #pragma once
 
 #include <cstdint>
@@ -139,11 +141,13 @@ struct KeptBits {
       of[1] = words.y;
       of[2] = words.z;
       of[3] = words.w;
-    } else {
-      static_assert(kWords == 2);
+    } else if constexpr (kWords == 2) {
       uint2 const words = __ldg(reinterpret_cast<uint2 const*>(address));
       of[0] = words.x;
       of[1] = words.y;
+    } else {
+      static_assert(kWords == 1);
+      of[0] = __ldg(reinterpret_cast<std::uint32_t const*>(address));
     }
   }
   CUTE_DEVICE void keep_between(int first, int last) {
@@ -162,40 +166,86 @@ struct KeptBits {
   }
 };
 
-// Writes `fill` over the scores of an m64 accumulator that a thread's two rows do not keep. `column` is the thread's
-// first column: element (c, r, i) is row r, column `8 i + column + c`.
+// Writes `fill` over the scores of an m64 accumulator that row r of a thread's two rows does not keep. `column` is the
+// thread's first column: element (c, r, i) is column `8 i + column + c`.
 template <int kWords, class Scores>
-CUTE_DEVICE void hide_scores(Scores& scores, KeptBits<kWords> const (&kept)[2], int column, float fill) {
+CUTE_DEVICE void hide_scores(Scores& scores, KeptBits<kWords> const& kept, int r, int column, float fill) {
   CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
+  for (int word = 0; word < kWords; ++word) {
+    std::uint32_t const own = kept.of[word] >> column;
     CUTE_UNROLL
-    for (int word = 0; word < kWords; ++word) {
-      std::uint32_t const own = kept[r].of[word] >> column;
+    for (int j = 0; j < 4; ++j) {
       CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          float& score = scores(4 * (4 * word + j) + 2 * r + c);
-          score = (own >> (8 * j + c) & 1) != 0 ? score : fill;
-        }
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores(4 * (4 * word + j) + 2 * r + c);
+        score = (own >> (8 * j + c) & 1) != 0 ? score : fill;
       }
     }
   }
 }
+// The same of both rows.
+template <int kWords, class Scores>
+CUTE_DEVICE void hide_scores(Scores& scores, KeptBits<kWords> const (&kept)[2], int column, float fill) {
+  hide_scores(scores, kept[0], 0, column, fill);
+  hide_scores(scores, kept[1], 1, column, fill);
+}
 
-// The keys of a block that a query keeps. `bits`: of its row, in the first partial block of its list.
-CUTE_DEVICE KeptBits<4> kept_keys(BlockEntry const& entry, std::uint64_t bits, Band const& band, int query) {
-  KeptBits<4> kept;
+// The keys of a block that a query keeps, or of part `part` of its keys, of 32 kWords each. `bits`: of its row, in the
+// first partial block of its list.
+template <int kWords = 4>
+CUTE_DEVICE KeptBits<kWords> kept_keys(BlockEntry const& entry, std::uint64_t bits, Band const& band, int query,
+                                       int part = 0) {
+  KeptBits<kWords> kept;
   kept.fill(entry.has(kEntryNothing) ? 0U : ~0U);
   if (entry.has(kEntryBits)) {
-    kept.load(bits + static_cast<std::int64_t>(entry.place()) * kBytesBits);
+    kept.load(bits + static_cast<std::int64_t>(entry.place()) * kBytesBits + part * (4 * kWords));
   }
   if (entry.has(kEntryEdges)) {
-    int const origin = entry.block() * kListedBlock;
+    int const origin = entry.block() * kListedBlock + part * (32 * kWords);
     int const last = cute::min(band.seqlen_kv - 1, band.last_key<MaskClass::Window>(query));
     kept.keep_between(band.first_key<MaskClass::Window>(query) - origin, last - origin);
   }
   return kept;
+}
+
+// What a backward has to know of the block of queries that a tile of keys visits in a step.
+struct alignas(16) ListedStep {
+  int m_block;
+  std::uint32_t marks;  // of its entry
+  std::uint64_t bits;   // where they are: of the tile's first key, from the block's first query on
+};
+
+// Of tile `n_block` of kTileN keys, with blocks of kTileM queries.
+template <int kTileM, int kTileN>
+CUTE_DEVICE ListedStep listed_step(BlockLists const& lists, int batch, int head, int n_block, QueryEntry const& entry) {
+  constexpr int kParts = kListedBlock / kTileM;
+  int const m_block = entry.block();
+  ListedStep step{m_block, entry.marks(), 0};
+  if ((step.marks & kEntryBits) != 0) {
+    int const row = row_of_lists(lists, batch, head, m_block / kParts);
+    step.bits = key_bits(lists, row, entry.place()) + m_block % kParts * (kTileM / 8);
+    if constexpr (kTileN < kListedBlock) {
+      step.bits += n_block % (kListedBlock / kTileN) * (kTileN * 16);
+    }
+  }
+  return step;
+}
+
+// Writes over the transposed scores of the pairs that a step does not keep. They are of kQueries queries, chunk `chunk`
+// of the step's block. `key`: the thread's first key in its tile, which begins with key `origin`.
+template <int kTileM, int kQueries, class Scores>
+CUTE_DEVICE void hide_listed(Scores& scores, ListedStep const& step, int chunk, Band const& band, int origin, int key,
+                             int column, float fill) {
+  if ((step.marks & kEntryBits) != 0) {
+    KeptBits<kQueries / 32> kept[2];
+    kept[0].load(step.bits + key * 16 + chunk * (kQueries / 8));
+    kept[1].load(step.bits + (key + 8) * 16 + chunk * (kQueries / 8));
+    hide_scores(scores, kept, column, fill);
+  }
+  if ((step.marks & kEntryEdges) != 0) {
+    apply_mask_transposed<MaskClass::Window, kQueries>(scores, band, origin + key,
+                                                       step.m_block * kTileM + chunk * kQueries + column, fill);
+  }
 }
 
 // Loads the kernels of blocks.cu on the current device.

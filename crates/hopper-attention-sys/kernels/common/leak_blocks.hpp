@@ -8,9 +8,8 @@
 
 namespace hattn {
 
-template <class Traits>
+template <class Traits, class Operands = OperandsOf<Traits>>
 struct BlockLeaks {
-  using Operands = OperandsOf<Traits>;
   using Pairs = LanePairs<Traits::kHeadDimVO>;
   static constexpr unsigned kAll = 0xffffffffU;
 
@@ -58,7 +57,12 @@ struct BlockLeaks {
     }
     CUTE_DEVICE float2 values(int key, int pair) const {
       int const column = Pairs::column(lane, pair);
-      return column < operands.head_dim_vo ? operands.v.pair(key, column) : float2{0.0F, 0.0F};
+      if (column >= operands.head_dim_vo) {
+        return {0.0F, 0.0F};
+      }
+      float2 const values = operands.v.pair(key, column);
+      float const factor = operands.value_factor(key);
+      return {values.x * factor, values.y * factor};
     }
   };
 

@@ -168,20 +168,19 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (alibi, max_logits) = biases;
             let case = if fp8 { case } else { Case { alibi, max_logits, ..case } };
             let mut case = random::capped(case, softcap);
-            // Nor lists of blocks. Kernels have these up to head dim 128.
+            // Kernels of e4m3 have lists of blocks, but none beside a cap.
             let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
-            let kernels_have = widest <= 128 && arch != Some(Arch::Sm80);
-            if !fp8 && (!for_gpu || kernels_have) {
+            if pass != Pass::Quantize && !(pass == Pass::Fp8 && for_gpu && case.softcap != 0.0) {
                 case = random::listed(case, blocks);
             }
-            // They have an additive bias, but none beside lists, and in the backward none beside a cap.
+            // Nor have e4m3 operands an additive bias. Kernels of other types have one, but none beside lists, and in the backward none beside a cap.
             let kernels_bias = case.blocks.is_none() && (case.softcap == 0.0 || pass == Pass::Forward);
             if !fp8 && (!for_gpu || kernels_bias) {
                 case = random::biased(case, bias);
             }
-            // And dropout. Those for sm90 have it beside windows up to some head dim.
-            let kernels_drop = arch == Some(Arch::Sm80) || widest <= widest_with_dropout(&case);
-            if !fp8 && (!for_gpu || kernels_drop) {
+            // And dropout. Forwards for sm90 have it beside windows up to some head dim. Above, those for sm80 run.
+            let is_wide = pass == Pass::Forward && widest > widest_with_dropout(&case);
+            if !(fp8 || for_gpu && is_wide && arch == Some(Arch::Sm90)) {
                 // A factor of 1000 takes dS of f16 beyond its range (docs/numerics.md).
                 let is_narrow = for_gpu && pass == Pass::Backward && dtype == DType::F16;
                 case.dropout = if is_narrow { dropout.min(0.9) } else { dropout };
@@ -200,7 +199,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
                 case.dims = case.dims.with_head_dim_vo(dims.head_dim_vo.next_multiple_of(16));
             }
             // Where a margin is computed: by kernels for sm90.
-            let honours = for_gpu && pass != Pass::Quantize && arch != Some(Arch::Sm80);
+            let by_sm80 = arch == Some(Arch::Sm80) || (is_wide && case.dropout > 0.0);
+            let honours = for_gpu && pass != Pass::Quantize && !by_sm80;
             Problem {
                 pass,
                 dtype: if fp8 && dtype == DType::F32 { DType::BF16 } else { dtype },
@@ -216,10 +216,11 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
 }
 
 /// The largest head dim that kernels take with dropout and the mask of a case. Those that add a bias
-/// take it as with windows, and those for lists of blocks have up to 128.
+/// take it as with windows.
 fn widest_with_dropout(case: &Case) -> usize {
     match (case.mask, case.packing == Packing::default()) {
-        _ if !case.bias.is_none() || !case.blocks.is_none() => 128,
+        _ if !case.bias.is_none() => 128,
+        _ if !case.blocks.is_none() => 256,
         (Mask::Full | Mask::Causal { .. }, _) => 256,
         (_, true) => 128,
         (_, false) => 64,

@@ -8,7 +8,9 @@ use hopper_attention::{
     Args, DType, E4M3, Element, ForwardArgs, ForwardPlan, ForwardProblem, OutputOf, Slot, Stream, TensorRef, Workspace,
 };
 
-use super::{Lists, SinksOnDevice, given_read, given_read_numbers, given_write, given_write_numbers, read, write};
+use super::{
+    BlocksOnDevice, Lists, SinksOnDevice, given_read, given_read_numbers, given_write, given_write_numbers, read, write,
+};
 use crate::data::GUARD;
 use crate::fp8::{Operands, Output, dense, packed, shapes};
 
@@ -21,6 +23,7 @@ pub struct OnDevice {
     descale: [CudaSlice<f32>; 3],
     lists: Lists,
     sinks: Option<SinksOnDevice>,
+    blocks: Option<BlocksOnDevice>,
 }
 
 /// What a run wrote.
@@ -58,6 +61,7 @@ impl OnDevice {
             descale: operands.descale().each_ref().map(|values| banded(stream, values, f32::NAN)),
             lists: Lists::new(stream, operands.packing()),
             sinks: operands.sinks().map(|sinks| SinksOnDevice::new(stream, sinks)),
+            blocks: operands.blocks().map(|blocks| BlocksOnDevice::new(stream, blocks)),
         }
     }
 
@@ -87,6 +91,9 @@ impl OnDevice {
         let mut args = Args::new();
         if let Some(sinks) = &self.sinks {
             args = sinks.add_to(args);
+        }
+        if let Some(blocks) = &self.blocks {
+            args = blocks.add_to(args);
         }
         for (i, ((slot, of_factors), packed)) in slots.into_iter().zip(packed(problem)).enumerate() {
             let (shape, factors) = shapes(problem)[i];

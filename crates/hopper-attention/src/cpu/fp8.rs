@@ -34,6 +34,7 @@
 use std::f32::consts::{LN_2, LOG2_E};
 
 use super::block::{self, Block, Keys};
+use super::listed::{self, ListInputs, Listed};
 use super::matmul::{self, Matrix, matmul};
 use super::sequences::Sequences;
 use super::sinks::{Sinks, Sunk, without_keys};
@@ -42,7 +43,7 @@ use super::tile::lanes;
 use super::{BLOCK, Blocks, HostMut, HostRef, Task, Tasks, Team, fill_gaps, fill_lse_gaps, load, tile};
 use crate::dtype::{E4M3, Element, OutputOf};
 use crate::error::{Error, Result};
-use crate::problem::ForwardProblem;
+use crate::problem::{ForwardProblem, MASK_BLOCK};
 use crate::scaling::{SCALE_BLOCK, Scaling};
 use crate::sequences::{Lengths, SequenceRows, Side};
 
@@ -64,6 +65,7 @@ pub(crate) struct Fp8Inputs<'a> {
     pub scale_o: f32,
     pub lengths: Lengths<'a>,
     pub sinks: Sinks<'a>,
+    pub lists: Option<ListInputs<'a>>,
 }
 
 /// The tensors that a forward pass of e4m3 operands writes, in host memory.
@@ -97,7 +99,7 @@ struct RowState {
 ///
 /// # Errors
 /// Before an output is written:
-/// - [`Error::Value`] for offsets and used lengths that are wrong, for a descale factor that is not finite and 0 or more, and for
+/// - [`Error::Value`] for offsets, used lengths and lists of blocks that are wrong, for a descale factor that is not finite and 0 or more, and for
 ///   a `scale_o` that is not finite and above 0. Without queries no factor is read. Nor are factors that belong to no row of a
 ///   sequence, where sequences differ.
 /// - [`Error::Memory`] and [`Error::Threads`].
@@ -109,6 +111,7 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     let Fp8Inputs { descale_q, descale_k, descale_v, scale_o, lengths, .. } = inputs;
     let (dims, blocks) = (problem.dims(), Blocks::of(problem.dims(), SCALE_BLOCK));
     let sequences = Sequences::new(problem, lengths)?;
+    let listed = Listed::new(problem, inputs.lists.as_ref())?;
     if !problem.is_empty() {
         let scaling = problem.scaling().unwrap_or_default();
         for (what, factors, side) in
@@ -121,7 +124,9 @@ pub(crate) fn forward<O: OutputOf<E4M3>>(
     let tasks = Tasks::new(&sequences, Side::Q, dims.heads_q, blocks.tokens)?;
     let mut team = Team::new(tasks.count(), || Ok(Scratch { tile: tile::Scratch::new(problem, blocks)?, amax: 0.0 }))?;
     matmul::check_memory(team.threads())?;
-    let compute = |scratch: &mut Scratch<O>, task: &Task| compute_tile(problem, inputs, blocks, task, scratch);
+    let compute = |scratch: &mut Scratch<O>, task: &Task| {
+        compute_tile(problem, inputs, listed.as_ref(), blocks, task, scratch);
+    };
     let mut amax = 0.0;
     team.each(&tasks, compute, |task, scratch| {
         outputs.o.store(task, &scratch.tile.o);
@@ -186,6 +191,7 @@ fn largest_of_head(scaling: Scaling, factors: &HostRef<'_, f32, 3>, of: &Sequenc
 fn compute_tile<O: OutputOf<E4M3>>(
     problem: &ForwardProblem,
     inputs: &Fp8Inputs<'_>,
+    listed: Option<&Listed<'_>>,
     blocks: Blocks,
     task: &Task,
     scratch: &mut Scratch<O>,
@@ -203,6 +209,8 @@ fn compute_tile<O: OutputOf<E4M3>>(
 
     // All queries of a task share one descale factor. So do all keys of one step of the loop below.
     const { assert!(SCALE_BLOCK.is_multiple_of(BLOCK)) };
+    // And a block of a list is a step.
+    const { assert!(SCALE_BLOCK == MASK_BLOCK) };
     let descale_q = inputs.descale_q.at(task.rows.factor(scaling, task.head, problem.group_size(), task.tokens.start));
     let largest_v = largest_of_head(scaling, &inputs.descale_v, of_keys, head_kv);
     let Scratch { tile: tile::Scratch { o, lse, q, k, v, scores, sums, kept, .. }, amax } = scratch;
@@ -211,6 +219,7 @@ fn compute_tile<O: OutputOf<E4M3>>(
     sums.resize(rows.len() * dims.head_dim_vo, 0.0);
     for first in (start / blocks.walked * blocks.walked..end).step_by(blocks.walked) {
         let keys = blocks.walked.min(end - first);
+        let Some(pairs) = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first) else { continue };
         let of = of_keys.factor(scaling, head_kv, 1, first);
         let unit = problem.softmax_scale() * LOG2_E * descale_q * inputs.descale_k.at(of);
         let fold = (inputs.descale_v.at(of) / largest_v).log2().max(LEAST_FOLD);
@@ -219,18 +228,24 @@ fn compute_tile<O: OutputOf<E4M3>>(
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(1.0, queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);
-        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept);
-        for (((row, kept), scores), sums) in rows
+        let block = Block::new(rows.iter().map(|row| row.keys), first, keys, kept).of_pairs(pairs);
+        for ((((query, row), kept), scores), sums) in rows
             .iter_mut()
+            .enumerate()
             .zip(block.kept())
             .zip(scores.chunks_exact_mut(keys))
             .zip(sums.chunks_exact_mut(dims.head_dim_vo))
         {
             scores[..kept.start].fill(0.0);
             scores[kept.end..].fill(0.0);
-            let scores = &mut scores[kept.clone()];
-            let unit = capped_unit(problem.softcap(), scores, unit);
-            row.step(scores, unit, fold, scaling == Scaling::PerBlock, sums);
+            let mut unit = capped_unit(problem.softcap(), &mut scores[kept.clone()], unit);
+            if !pairs.is_all() {
+                // (-inf times a unit of 0 would be NaN.)
+                scores.iter_mut().for_each(|score| *score *= unit);
+                unit = 1.0;
+                block.hide(query, f32::NEG_INFINITY, scores);
+            }
+            row.step(&mut scores[kept.clone()], unit, fold, scaling == Scaling::PerBlock, sums);
         }
         block.sum_over_keys(scores, v, dims.head_dim_vo, sums);
     }

@@ -111,6 +111,7 @@ unsafe fn forward_fp8<O: OutputOf<E4M3>>(plan: &ForwardPlan, args: &RawArgs) -> 
                 scale_o: args.read::<f32, 1>(Slot::ScaleO).map_or(1.0, |scale_o| scale_o.at([0])),
                 lengths: args.lengths(),
                 sinks: args.sinks(plan.problem().sinks()),
+                lists: args.lists(),
             },
             Fp8Outputs::<O> {
                 o: required(Slot::O, args.write(Slot::O))?,

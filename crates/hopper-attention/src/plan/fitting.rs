@@ -48,9 +48,30 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
     if problem.has_lengths() { mask.band_of_sequences(seqlen_q, seqlen_kv) } else { mask.band(seqlen_q, seqlen_kv) }
 }
 
-/// The rows of a pass that compute the problem on the GPU. The list is never empty. The filters, in this order:
+/// The rows of a pass that compute the problem on the GPU. The list is never empty.
+///
+/// They are of one instruction set: the one that the problem asks for, or else the newest that has any. So a GPU of sm_90 computes by
+/// sm80 kernels what no sm90 kernel computes.
+///
+/// # Errors
+/// [`Error::Unsupported`] of [`fitting_of`], for the newest instruction set that the GPU runs.
+pub(super) fn fitting<'a>(
+    pass: Pass,
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    rows: &'a [KernelInfo],
+) -> Result<Vec<&'a KernelInfo>> {
+    let newest = fitting_of(problem.arch(), pass, problem, gpu, rows);
+    if newest.is_ok() || problem.arch().is_some() {
+        return newest;
+    }
+    let of_older = || fitting_of(Some(Arch::Sm80), pass, problem, gpu, rows).ok();
+    newest.or_else(|error| of_older().ok_or(error))
+}
+
+/// The rows of an instruction set, or of the newest that the GPU runs. The filters, in this order:
 /// 1. instruction set: the GPU runs it;
-/// 2. instruction set: the one that the problem asks for, or else the newest of those left;
+/// 2. instruction set: `arch`, or else the newest of those left;
 /// 3. element type of Q, K and V;
 /// 4. packed sequences and used lengths: the kernel takes them, if the problem has any;
 /// 5. what is done to scores or weights or read of them (softcap, ALiBi, a bias, the maximum logit, dropout): the kernel takes
@@ -65,7 +86,8 @@ pub(super) fn band(problem: &ForwardProblem, seqlen_q: usize, seqlen_kv: usize) 
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming the first filter that leaves no row.
-pub(super) fn fitting<'a>(
+fn fitting_of<'a>(
+    arch: Option<Arch>,
     pass: Pass,
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
@@ -97,9 +119,9 @@ pub(super) fn fitting<'a>(
     let latest = rows.iter().map(|row| row.arch).max();
     let rows = filter_rows(
         rows,
-        |row| problem.arch().or(latest) == Some(row.arch),
+        |row| arch.or(latest) == Some(row.arch),
         |rows| {
-            let arch = problem.arch().map_or(String::new(), |arch| arch.to_string());
+            let arch = arch.map_or(String::new(), |arch| arch.to_string());
             let pass = if is_backward(rows) { "backward " } else { "" };
             (format!("{pass}{arch} kernels on a GPU of {}", gpu.arch), list(rows, |row| row.arch.to_string()))
         },

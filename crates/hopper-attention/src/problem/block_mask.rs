@@ -4,7 +4,6 @@ use std::fmt;
 
 use super::dims::Dims;
 use super::packing::LENGTHS;
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::operand::Slot;
@@ -107,20 +106,17 @@ impl BlockMask {
     }
 
     /// Refuses lists that the problem's other options do not go with.
-    pub(super) fn check(&self, dims: &Dims, dtype: DType, asked_for: SlotSet) -> Result<()> {
+    pub(super) fn check(&self, dims: &Dims, asked_for: SlotSet) -> Result<()> {
         let [_, _, _, keys] = self.shape(dims);
         if self.most_partial > keys {
             let allowed = format!("0 to {keys}, the blocks of keys");
             return Err(Error::Value { what: "block_mask.most_partial", got: self.most_partial.to_string(), allowed });
         }
-        let unsupported = |with: &str, nearest: &str| {
-            Err(Error::Unsupported { wanted: format!("a block mask with {with}"), nearest: nearest.into() })
-        };
-        if dtype == DType::E4M3 {
-            return unsupported("e4m3 operands", "bf16, f16 or f32 operands, or no block mask");
-        }
         if LENGTHS.iter().any(|&slot| asked_for.contains(slot)) {
-            return unsupported("packed sequences or used lengths", "one of them");
+            return Err(Error::Unsupported {
+                wanted: "a block mask with packed sequences or used lengths".into(),
+                nearest: "one of them".into(),
+            });
         }
         Ok(())
     }

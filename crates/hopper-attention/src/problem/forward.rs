@@ -108,7 +108,8 @@ impl ForwardProblemBuilder {
         Self { asked_for: self.asked_for.with(slot, wanted), ..self }
     }
 
-    /// Restricts plans to kernels of one instruction set (default: the newest one that the GPU runs).
+    /// Restricts plans to kernels of one instruction set (default: the newest one that the GPU runs and that has a kernel for the
+    /// problem).
     ///
     /// If there is no such kernel for the problem and the GPU, planning fails. The CPU refuses a problem with this
     /// option. A backward problem made from this one has the same restriction.
@@ -240,8 +241,8 @@ impl ForwardProblemBuilder {
     /// [`Error::Dtype`]: Q, K and V cannot have this type, or the output type is not one that these operands may have, or the
     /// sinks are not f32 or bf16, or the bias is not f32, bf16 or f16.
     ///
-    /// [`Error::Unsupported`]: ALiBi slopes or the maximum logit with e4m3 operands; a [`block_mask`](Self::block_mask) or
-    /// a [`bias`](Self::bias) with e4m3 operands, packed tensors or used lengths; [`dropout`](Self::dropout) with e4m3 operands.
+    /// [`Error::Unsupported`]: ALiBi slopes, the maximum logit, a [`bias`](Self::bias) or [`dropout`](Self::dropout) with e4m3
+    /// operands; a [`block_mask`](Self::block_mask) or a bias with packed tensors or used lengths.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -271,7 +272,7 @@ impl ForwardProblemBuilder {
         modifiers::max_logits(asked_for, dtype)?;
         let softmax_scale = Scale(softmax_scale);
         let (block_mask, dropout) = (self.block_mask, self.dropout);
-        block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, dtype, asked_for))?;
+        block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, asked_for))?;
         let bias = self.bias;
         bias.map_or(Ok(()), |bias| bias.check(dtype, asked_for))?;
         dropout.map_or(Ok(()), |dropout| dropout.check(dtype))?;

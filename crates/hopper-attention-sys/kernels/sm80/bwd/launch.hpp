@@ -1,6 +1,7 @@
 // From plain parameters to started kernels: what a row of bwd.def becomes.
 #pragma once
 
+#include "common/blocks.hpp"
 #include "common/launch.hpp"
 #include "sm80/bwd/kernel.hpp"
 
@@ -15,31 +16,50 @@ struct BwdLaunch {
     Status status = prepare_backward<Traits>(bwd_kernel<Traits>);
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+    } else if constexpr (Traits::kTakesDropout) {
+      status = is_ok(status) ? prepare_kernel(bwd_kernel<DropoutTraits<Traits>>, Traits::kSmemBytes) : status;
     }
-    status = is_ok(status) ? prepare_schedule() : status;
-    if constexpr (Packed::kTakesDropout) {
-      status = is_ok(status) ? prepare_kernel(bwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+    if constexpr (Traits::kIsListed) {
+      status = is_ok(status) ? prepare_blocks() : status;
     }
-    return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
+    if constexpr (Traits::kPacks) {
+      status = is_ok(status) ? prepare_schedule() : status;
+      if constexpr (Packed::kTakesDropout) {
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+      }
+      status = is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
+    }
+    return status;
   }
 
   static Status launch(BwdParams const& params, CUstream_st* stream) noexcept {
-    if (params.sequences.table != 0) {
-      return launch_packed_backward<Packed>(params, stream, no_maps, [&]() {
-        auto* kernel = bwd_kernel<Packed>;
-        if constexpr (Packed::kTakesDropout) {
-          kernel = has_dropout(params) ? bwd_kernel<DropoutTraits<Packed>> : kernel;
-        }
-        kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params,
-                                                                              packed_bwd_scalars<Packed>(params));
-      });
+    if constexpr (Traits::kPacks) {
+      if (params.sequences.table != 0) {
+        return launch_packed(params, stream);
+      }
     }
-    return launch_backward<Traits>(params, stream, no_maps, [&](BwdScalars const& scalars) {
+    auto const make_lists = [&]() {
+      return Traits::kIsListed ? launch_blocks(params, Traits::kTileM, stream) : Status{};
+    };
+    return launch_backward<Traits>(params, stream, make_lists, [&](BwdScalars const& scalars) {
       auto* kernel = bwd_kernel<Traits>;
       if constexpr (Traits::kTakesBias) {
         kernel = has_bias(params) || has_dropout(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;
+      } else if constexpr (Traits::kTakesDropout) {
+        kernel = has_dropout(params) ? bwd_kernel<DropoutTraits<Traits>> : kernel;
       }
       kernel<<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
+    });
+  }
+
+ private:
+  static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
+    return launch_packed_backward<Packed>(params, stream, no_maps, [&]() {
+      auto* kernel = bwd_kernel<Packed>;
+      if constexpr (Packed::kTakesDropout) {
+        kernel = has_dropout(params) ? bwd_kernel<DropoutTraits<Packed>> : kernel;
+      }
+      kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_bwd_scalars<Packed>(params));
     });
   }
 };

@@ -39,6 +39,7 @@ struct BwdMma {
   using Scalars = typename Traits::Scalars;
   using TileRecord = typename Traits::TileRecord;
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr bool kIsListed = Traits::kIsListed;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kHeadDim = Traits::kHeadDimQK;
@@ -121,7 +122,10 @@ struct BwdMma {
       }
     }
     if (scalars.ordered) {
-      int const warps_before = storage.tile.block * Traits::kWarps;
+      int warps_before = storage.tile.block * Traits::kWarps;
+      if constexpr (kIsListed) {
+        warps_before = ListedSteps<Traits>::tiles_before(storage.staged, storage.tile.block, stage) * Traits::kWarps;
+      }
       while (load_acquire(scalars.progress + block) < warps_before) {
       }
     }
@@ -249,7 +253,17 @@ struct BwdMma {
           }
         }
       }
-      if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
+      if constexpr (kIsListed) {
+        ListedStep const step = storage.staged.step[stage];
+        if (step.marks != 0) {
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            hide_listed<kTileM, kChunk>(scores.strip(strip), step, chunk, band, storage.tile.block * kTileN,
+                                        pair_of(Traits::thread_index()) * Traits::kKeys + 16 * strip + lane / 4,
+                                        lane % 4 * 2, masked);
+          }
+        }
+      } else if (!is_free<kMask, kChunk, Traits::kKeys>(band, m_chunk, n_pair)) {
         CUTE_UNROLL
         for (int strip = 0; strip < kStrips; ++strip) {
           auto& strip_scores = scores.strip(strip);
@@ -400,14 +414,31 @@ struct BwdMma {
     clear_rows(params.d_v, params.head_dim_vo);
   }
 
+  // With lists, a visit is the number of the block itself (QueryVisits::block).
+  CUTE_DEVICE static QueryVisits visits_of(Band const& band, int n_block, bool ordered) {
+    if constexpr (kIsListed) {
+      return {0, 0, 0};
+    } else {
+      return QueryVisits::of<kMask, kTileM, kTileN>(band, n_block, ordered);
+    }
+  }
+
   CUTE_DEVICE static void run(BwdParams const& params, Scalars const& scalars, TileRecord const& tile, Band const& band,
                               Storage& storage) {
-    QueryVisits const visits = QueryVisits::of<kMask, kTileM, kTileN>(band, tile.block, scalars.ordered);
+    QueryVisits const visits = visits_of(band, tile.block, scalars.ordered);
     storage.tile = tile;  // by every thread the same, as what follows
     storage.visits = visits;
     int visit = visits.first();
     int head = tile.head * scalars.heads_per_kv_head;
     int remaining = scalars.heads_per_kv_head * visits.count();
+    if constexpr (kIsListed) {
+      ListedSteps<Traits> const steps{params, tile, storage.staged};
+      remaining = steps.count(head, head + scalars.heads_per_kv_head);
+      if (remaining == 0) {
+        return;
+      }
+      visit = steps.first(remaining % 2, head);
+    }
     int stage = remaining % 2;
     storage.visit[stage] = visit;
     storage.head[stage] = head;
@@ -420,13 +451,13 @@ struct BwdMma {
     int before = -1;  // the block whose dQ is still to be made
     auto const block_before = [&]() {
       if constexpr (Traits::kStoresBlock) {
-        return storage.packed.block[stage ^ 1];
+        return storage.sums()[stage ^ 1];
       } else {
         return before;
       }
     };
     if constexpr (Traits::kStoresBlock) {
-      storage.packed.block[stage ^ 1] = before;
+      storage.sums()[stage ^ 1] = before;
     }
     CUTE_NO_UNROLL
     while (true) {
@@ -438,12 +469,19 @@ struct BwdMma {
       }
       int const m_block = storage.visits.block(visit);
       int const block = block_of_sums(scalars, storage.tile, head, m_block);
+      if constexpr (kIsListed) {
+        storage.staged.turn_of_sums[stage] = storage.staged.turn[stage];
+      }
       if constexpr (Traits::kStoresBlock) {
-        storage.packed.block[stage] = block;
+        storage.sums()[stage] = block;
       }
       if (remaining > 1) {
-        visit = storage.visits.next(visit);
-        head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
+        if constexpr (kIsListed) {
+          visit = ListedSteps<Traits>{params, storage.tile, storage.staged}.next(stage, head);
+        } else {
+          visit = storage.visits.next(visit);
+          head += storage.visits.is_first(visit) ? 1 : 0;  // the group's next one
+        }
         if constexpr (Traits::kRegistersShort) {
           storage.visit[stage ^ 1] = visit;
         }

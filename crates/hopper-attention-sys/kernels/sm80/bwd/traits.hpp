@@ -12,6 +12,7 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
+#include "sm80/bwd/listed.hpp"
 
 namespace hattn::sm80 {
 
@@ -72,21 +73,25 @@ template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTi
           bool kPacked = false>
 struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
-  // What does not depend on the mask is taken of these.
-  using Unmasked = BwdTraits<kDType, MaskClass::Full, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
+  // Whether lists in memory say which blocks a tile visits (listed.hpp).
+  static constexpr bool kIsListed = kMask == MaskClass::Blocks;
+  // What does not depend on the mask is taken of these. (Lists are a mask of which it depends.)
+  static constexpr MaskClass kUnmasked = kIsListed ? MaskClass::Blocks : MaskClass::Full;
+  using Unmasked = BwdTraits<kDType, kUnmasked, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kPacked>;
   using Plain = BwdTraits;
   static constexpr Modifiers kModifiers = Modifiers::Either;
   CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) { return has_modifiers(params); }
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr bool kPacks = true;
+  static constexpr bool kPacks = !kIsListed;
   using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   // The row of class Window that fits every GPU has a kernel more, for an additive bias and for dropout with any mask,
-  // and one more for dropout with such sequences. (At head dim 64 a warp has twice the keys, and no registers for it.)
+  // and one more for dropout with such sequences. That of class Blocks has one for dropout. (At head dim 64 a warp has
+  // twice the keys, and no registers for it.)
   static constexpr bool kMayTakeBias = !kPacked && kTileM == 32 && kHeadDimQK == 128;
   static constexpr bool kTakesBias = kMayTakeBias && kMask == MaskClass::Window;
-  static constexpr bool kTakesDropout = kTileM == 32 && kHeadDimQK == 128 && kMask == MaskClass::Window;
+  static constexpr bool kTakesDropout = kTileM == 32 && kHeadDimQK == 128 && (kMask == MaskClass::Window || kIsListed);
   static constexpr int kBiasAtATime = 2;  // columns of a bias that are read at a time
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;
@@ -128,7 +133,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   // Where a mask hides a pair's keys from a whole chunk, the pair passes over it. With several chunks a block that cost
   // more than it saved (benches/LOG.md, 21).
-  static constexpr bool kSkipsHidden = kMask != MaskClass::Full && kChunks == 1;
+  static constexpr bool kSkipsHidden = kMask != MaskClass::Full && !kIsListed && kChunks == 1;
 
   // Every tile adds to sums that begin as zeros. Ordered: the progress of a block counts the warps that have added to
   // it, and begins with the warps of the tiles before the first that visits it.
@@ -164,9 +169,9 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // thread's index in the CTA is read anew at each call, so that what follows from it does not stay in registers. With
   // several chunks, each profits from what the one before made. Kernels that pack have more to keep: which of them
   // spill with what was found by trying.
-  static constexpr bool kRegistersShort = kChunks == 1 || (kPacked && kHeadDimQK == 128);
+  static constexpr bool kRegistersShort = kChunks == 1 || kIsListed || (kPacked && kHeadDimQK == 128);
   // The block whose dQ is still to be made waits there, too.
-  static constexpr bool kStoresBlock = kPacked && (kHeadDimQK == 128 || kMask != MaskClass::Window);
+  static constexpr bool kStoresBlock = kIsListed || (kPacked && (kHeadDimQK == 128 || kMask != MaskClass::Window));
   CUTE_DEVICE static int thread_index() { return hattn::thread_index<kRegistersShort>(); }
 
   // dS lies as keys by queries, in slabs of 64 queries whatever the block has.
@@ -190,6 +195,16 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     int head[2];
     int drawn;  // the tile's place in the list
     std::conditional_t<kPacked, OfPacked, Nothing> packed;
+    std::conditional_t<kIsListed, StagedSteps, Nothing> staged;
+
+    // The block of sums that belongs to each stage (kStoresBlock).
+    CUTE_DEVICE int (&sums())[2] {
+      if constexpr (kIsListed) {
+        return staged.block;
+      } else {
+        return packed.block;
+      }
+    }
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 166912, "more shared memory than a CTA can have on compute capability 8.0");

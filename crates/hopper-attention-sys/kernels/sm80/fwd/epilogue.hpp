@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/leak.hpp"
+#include "common/leak_blocks.hpp"
 #include "common/overflow.hpp"
 #include "common/sinks.hpp"
 #include "common/softmax.hpp"
@@ -96,9 +97,16 @@ struct Epilogue {
                                  HeadRows<Element> const& o, int first_row, float const (&factors)[2]) {
     auto const owned = [](int) { return true; };
     __syncwarp();
-    RepairOf<Traits>::repair(
-        OperandsOf<Traits>::of(params, tile), band, first_row, SoundRows::of_inverses<Traits>(factors),
-        GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
+    if constexpr (Traits::kIsListed) {
+      BlockLeaks<Traits>::repair(
+          params.blocks, tile, OperandsOf<Traits>::of(params, tile), band, first_row,
+          SoundRows::of_inverses<Traits>(factors),
+          GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
+    } else {
+      RepairOf<Traits>::repair(
+          OperandsOf<Traits>::of(params, tile), band, first_row, SoundRows::of_inverses<Traits>(factors),
+          GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{o, first_row, params.head_dim_vo, owned});
+    }
   }
 
   // The same as a call.

@@ -1,6 +1,7 @@
 // From plain parameters to a started kernel: what a row of fwd.def becomes.
 #pragma once
 
+#include "common/blocks.hpp"
 #include "common/launch.hpp"
 #include "sm80/fwd/kernel.hpp"
 
@@ -15,33 +16,48 @@ struct FwdLaunch {
     Status status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+    } else if constexpr (Traits::kTakesDropout) {
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Traits>>, Traits::kSmemBytes) : status;
     }
-    status = is_ok(status) ? prepare_schedule() : status;
-    if constexpr (Packed::kTakesDropout) {
-      status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+    if constexpr (Traits::kIsListed) {
+      status = is_ok(status) ? prepare_blocks() : status;
     }
-    return is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+    if constexpr (Traits::kPacks) {
+      status = is_ok(status) ? prepare_schedule() : status;
+      if constexpr (Packed::kTakesDropout) {
+        status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+      }
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+    }
+    return status;
   }
 
   static Status launch(FwdParams const& params, CUstream_st* stream) noexcept {
-    if (params.sequences.table != 0) {
-      return launch_packed_forward<Packed>(params, stream, no_maps, [&]() {
-        auto* kernel = fwd_kernel<Packed>;
-        if constexpr (Packed::kTakesDropout) {
-          kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Packed>> : kernel;
-        }
-        kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_fwd_scalars(params));
-      });
-    }
-    return launch_forward(params, stream, no_maps, [&](FwdScalars const& scalars) {
-      if constexpr (Traits::kTakesBias) {
-        if (has_bias(params) || has_dropout(params)) {
-          fwd_kernel<BiasTraits<Traits>>
-              <<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
-          return;
-        }
+    if constexpr (Traits::kPacks) {
+      if (params.sequences.table != 0) {
+        return launch_packed(params, stream);
       }
-      fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
+    }
+    auto const make_lists = [&]() { return Traits::kIsListed ? launch_blocks(params, 0, stream) : Status{}; };
+    return launch_forward(params, stream, make_lists, [&](FwdScalars const& scalars) {
+      auto* kernel = fwd_kernel<Traits>;
+      if constexpr (Traits::kTakesBias) {
+        kernel = has_bias(params) || has_dropout(params) ? fwd_kernel<BiasTraits<Traits>> : kernel;
+      } else if constexpr (Traits::kTakesDropout) {
+        kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Traits>> : kernel;
+      }
+      kernel<<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
+    });
+  }
+
+ private:
+  static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
+    return launch_packed_forward<Packed>(params, stream, no_maps, [&]() {
+      auto* kernel = fwd_kernel<Packed>;
+      if constexpr (Packed::kTakesDropout) {
+        kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Packed>> : kernel;
+      }
+      kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_fwd_scalars(params));
     });
   }
 };

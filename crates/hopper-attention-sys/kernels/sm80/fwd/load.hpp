@@ -46,25 +46,35 @@ struct Load {
     commit_copies();
   }
 
-  // The keys of a later visit, or their values, into their stage. A barrier has passed since `first`.
+  // The keys of a later visit, or their values, into their stage. A barrier has passed since `first`. (In a list the
+  // ragged block may come at any place.)
   CUTE_DEVICE void next_keys(KeyVisits const& visits, int visit) const {
-    keys<false>(Traits::kRegistersShort ? storage.k_head : k_head, visits, visit);
+    keys<Traits::kIsListed>(Traits::kRegistersShort ? storage.k_head : k_head, visits, visit);
   }
   CUTE_DEVICE void next_values(KeyVisits const& visits, int visit) const {
-    values<false>(Traits::kRegistersShort ? storage.v_head : v_head, visits, visit);
+    values<Traits::kIsListed>(Traits::kRegistersShort ? storage.v_head : v_head, visits, visit);
+  }
+
+  // The block of keys of a visit.
+  CUTE_DEVICE int block_of(KeyVisits const& visits, int visit) const {
+    if constexpr (Traits::kIsListed) {
+      return storage.listed.block(visit);
+    } else {
+      return visits.block(visit);
+    }
   }
 
  private:
   template <bool kRagged>
   CUTE_DEVICE void keys(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kThreads, kRagged>(
-        Traits::keys_at(storage, visit), head, 2 * params.k.stride_row, visits.block(visit) * Traits::kTileN,
+        Traits::keys_at(storage, visit), head, 2 * params.k.stride_row, block_of(visits, visit) * Traits::kTileN,
         keys_of(scalars, storage.tile), params.head_dim_qk, Traits::thread_index());
   }
   template <bool kRagged>
   CUTE_DEVICE void values(std::uint64_t head, KeyVisits const& visits, int visit) const {
     copy_tile<Traits::kTileN, Traits::kHeadDimVO, Traits::kThreads, kRagged>(
-        Traits::values_at(storage, visit), head, 2 * params.v.stride_row, visits.block(visit) * Traits::kTileN,
+        Traits::values_at(storage, visit), head, 2 * params.v.stride_row, block_of(visits, visit) * Traits::kTileN,
         keys_of(scalars, storage.tile), params.head_dim_vo, Traits::thread_index());
   }
 };

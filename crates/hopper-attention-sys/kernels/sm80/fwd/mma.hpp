@@ -28,6 +28,7 @@ struct Mma {
   using Storage = typename Traits::SharedStorage;
   using Softmax = ExactSoftmax<Traits::kTileN, Traits::kStrips>;
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr bool kIsListed = Traits::kIsListed;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
   static constexpr int kStrips = Traits::kStrips;
@@ -122,13 +123,20 @@ struct Mma {
       storage.packed.band.template keep<kMask>(
           band_of_tile(params, tile));  // by every thread the same, as what follows
     }
-    KeyVisits visits = visits_of(band, tile.block);
+    KeyVisits visits;
+    if constexpr (kIsListed) {
+      auto const listed = ListedTile<kTileM, kTileN>::of(params.blocks, tile);
+      storage.listed = listed;  // by every thread the same
+      visits = listed.visits();
+    } else {
+      visits = visits_of(band, tile.block);
+    }
     storage.tile = tile;  // by every thread the same
     if constexpr (Traits::kIsPacked) {
       storage.packed.visits = visits;
     }
     KeyVisits own = visits;  // those that this warp's rows need
-    if constexpr (kMask != MaskClass::Full) {
+    if constexpr (kMask != MaskClass::Full && !kIsListed) {
       own = KeyVisits::of_rows<kMask, Traits::kWarpRows, kTileN>(band, first_row(tile) / Traits::kWarpRows, visits);
       storage.own[Traits::thread_index() / 32] = own;
     }
@@ -225,15 +233,16 @@ struct Mma {
         keep_queries(visit);
       }
 
-      if constexpr (kMask != MaskClass::Full && Traits::kRegistersShort) {
+      if constexpr (kMask != MaskClass::Full && !kIsListed && Traits::kRegistersShort) {
         // (The same number. ptxas spills in some kernels with either.)
         int const thread = Traits::thread_index();
         own = storage.own[kMask == MaskClass::Window ? thread / 32 : static_cast<unsigned>(thread) / 32];
       }
-      bool const needed = kMask == MaskClass::Full || own.contains(visit);
+      bool const needed = kMask == MaskClass::Full || kIsListed || own.contains(visit);
       // A warp's first block is on the diagonal or is the ragged last one, but for a full mask.
-      bool const masked =
-          kMask == MaskClass::Full ? first && has_ragged_end(band) : own.is_first(visit) || own.on_edge(visit);
+      bool const masked = kMask == MaskClass::Full ? first && has_ragged_end(band)
+                          : kIsListed              ? own.on_edge(visit)
+                                                   : own.is_first(visit) || own.on_edge(visit);
       if (needed) {
         std::uint32_t const q = q_lane(visit);
         std::uint32_t const k = k_lane(visit);
@@ -254,8 +263,8 @@ struct Mma {
             cap_any<8>(scores, scalars.softcap.factor_anew());
           }
           if (__builtin_expect(has_alibi(params), false)) {
-            int const distance =
-                own_row() + diagonal_of(params, band) - visits.block(visit) * kTileN - Traits::thread_index() % 4 * 2;
+            int const distance = own_row() + diagonal_of(params, band) - load.block_of(visits, visit) * kTileN -
+                                 Traits::thread_index() % 4 * 2;
             CUTE_UNROLL
             for (int strip = 0; strip < kStrips; ++strip) {
               auto& strip_scores = scores.strip(strip);
@@ -285,7 +294,7 @@ struct Mma {
                 drop_weights<kTileN>(
                     of_strip,
                     DropoutOfHead::of(params.dropout, storage.tile.batch * params.heads_q + storage.tile.head),
-                    params.dropout.dropped, own_row() + 16 * strip, visits.block(visit) * kTileN,
+                    params.dropout.dropped, own_row() + 16 * strip, load.block_of(visits, visit) * kTileN,
                     Traits::thread_index() % 4);
               }
             }
@@ -328,13 +337,15 @@ struct Mma {
           modify();
         };
         // P is packed on each of the ways through the softmax. Where they met before that, ptxas moved 50 registers.
-        bool starts = own.is_first(visit);
+        bool starts =
+            kIsListed ? begins : own.is_first(visit);  // (The same. ptxas spills with either in some kernels.)
         if constexpr (kFirstBlocks > 1) {
           starts = (kMask == MaskClass::Full ? visits : own).end - visit <= kFirstBlocks;
         }
         bool compares = masked || starts || limits.none();
         if (__builtin_expect(has_alibi(params), false)) {
-          compares = compares ||
+          // (The blocks of a list come in any order: each is compared.)
+          compares = compares || kIsListed ||
                      visits.block(visit) >
                          first_unseen_block<kTileN>(storage.slope, first_row(storage.tile), diagonal_of(params, band));
         }
@@ -346,7 +357,13 @@ struct Mma {
             CUTE_UNROLL
             for (int strip = 0; strip < kStrips; ++strip) {
               auto& strip_scores = scores.strip(strip);
-              apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, column, visits.block(visit));
+              if constexpr (kIsListed) {
+                KeptBits<kTileN / 32> const kept[2] = {storage.listed.kept(visit, band, row + 16 * strip),
+                                                       storage.listed.kept(visit, band, row + 16 * strip + 8)};
+                hide_scores(strip_scores, kept, column, -INFINITY);
+              } else {
+                apply_mask<kMask, kTileN>(strip_scores, band, row + 16 * strip, column, visits.block(visit));
+              }
             }
           }
           see_largest();
@@ -357,9 +374,18 @@ struct Mma {
           } else if (starts) {
             int const row = own_row();
             limits = softmax.first_limits(
-                [&](int strip) { return keys_before_edge<kMask, kTileN>(band, row + 16 * strip, visits.block(visit)); },
+                [&](int strip) {
+                  if constexpr (kIsListed) {
+                    auto const keys = [&](int r) {
+                      return cute::max(1, storage.listed.kept(visit, band, row + 16 * strip + 8 * r).count());
+                    };
+                    return KeysOfRows{{keys(0), keys(1)}};
+                  } else {
+                    return keys_before_edge<kMask, kTileN>(band, row + 16 * strip, visits.block(visit));
+                  }
+                },
                 kFirstBlocks);
-          } else if (visits.block(visit) % Softmax::kComparedBlocks == 0) {
+          } else if (visit % Softmax::kComparedBlocks == 0) {
             limits = softmax.later_limits();
           }
         } else if constexpr (!Traits::kAddsBias) {
@@ -374,7 +400,7 @@ struct Mma {
             } else {
               float factors[Softmax::kRows];
               softmax.move_rows(scores, sums, factors);
-              limits = softmax.limits_after_stop(visits.block(visit));
+              limits = softmax.limits_after_stop(visit);
               rescale_output(factors);
               make_p();
             }

@@ -68,7 +68,7 @@ struct ExactSoftmax {
   using Base = OnlineSoftmax<kTileN, 15, kStrips>;
   static constexpr int kRows = Base::kRows;
 
-  // After a stop blocks are compared until the index of one is a multiple of this.
+  // After a stop blocks are compared until the number of a visit is a multiple of this.
   static constexpr int kComparedBlocks = 512 / kTileN;
   // The largest limit: f16 holds weights below it.
   static constexpr float kMostLimit = 0x1p15F;
@@ -183,9 +183,9 @@ struct ExactSoftmax {
     return limits;
   }
 
-  // Limits after a stop at a block of that index.
-  CUTE_DEVICE Limits<kStrips> limits_after_stop(int block) const {
-    if (block % kComparedBlocks == 0) {
+  // Limits after a stop in that visit.
+  CUTE_DEVICE Limits<kStrips> limits_after_stop(int visit) const {
+    if (visit % kComparedBlocks == 0) {
       return later_limits();
     }
     Limits<kStrips> limits;

@@ -13,6 +13,7 @@
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
+#include "sm80/fwd/listed.hpp"
 
 namespace hattn::sm80 {
 
@@ -22,16 +23,20 @@ template <DType kDType, MaskClass kMask, int kHeadDimQK, int kHeadDimVO, int kTi
 struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages> {
   using Element = typename ElementOf<kDType>::type;
 
+  // Whether lists in memory say which blocks a tile visits (listed.hpp).
+  static constexpr bool kIsListed = kMask == MaskClass::Blocks;
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  static constexpr bool kPacks = true;
+  static constexpr bool kPacks = !kIsListed;
   static constexpr Modifiers kModifiers = Modifiers::Either;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   // Rows of class Window with one strip a warp have a kernel more, for an additive bias and for dropout with any mask,
-  // and one more for dropout with such sequences. The others have no registers for it.
+  // and one more for dropout with such sequences. Those of class Blocks have one for dropout. The others have no
+  // registers for it.
   static constexpr bool kTakesDropout =
-      kMask == MaskClass::Window && (kTileM == 64 || (kHeadDimVO == 256 && kHeadDimQK == 256 && !kPacked));
-  static constexpr bool kTakesBias = kTakesDropout && !kPacked;
+      (kMask == MaskClass::Window && (kTileM == 64 || (kHeadDimVO == 256 && kHeadDimQK == 256 && !kPacked))) ||
+      (kIsListed && kTileM == 64);
+  static constexpr bool kTakesBias = kTakesDropout && !kPacked && !kIsListed;
   // Columns of a bias that are read at a time.
   static constexpr int kBiasAtATime = kHeadDimVO > 128 ? 1 : 4;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;
@@ -103,6 +108,7 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     float slope;                           // of ALiBi, of the tile (common/alibi.hpp)
     LargestScores largest[kThreads / 32];  // of each warp (common/max_logits.hpp)
     std::conditional_t<kPacked, OfPacked, Nothing> packed;
+    std::conditional_t<kIsListed, ListedTile<kTileM, kTileN>, Nothing> listed;
   };
 
   // Where Q lies. `first`: the tile's first visit.

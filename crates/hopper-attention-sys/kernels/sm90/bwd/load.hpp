@@ -183,7 +183,8 @@ struct BwdLoad {
     auto const load = [&](auto const& ring, int block, int m, int head, auto const& tile) {
       storage.block_empty[ring.stage].wait(ring.parity ^ 1);
       if constexpr (Traits::kIsListed) {
-        storage.step[ring.stage] = listed_step<Traits>(params.blocks, tile, head);
+        storage.step[ring.stage] =
+            listed_step<Traits::kTileM, Traits::kTileN>(params.blocks, tile.batch, head, tile.block, tile.entry);
       }
       if constexpr (Traits::kModifiers == Modifiers::Always) {
         if constexpr (Traits::kIsPacked) {

@@ -273,8 +273,8 @@ struct BwdMma {
         ListedStep const listed = storage.step[ring.stage];
         if (listed.marks != 0) {
           int const thread = thread_in_group_anew(thread_in_group);
-          hide_listed<Traits>(tS, listed, band, n_block_of_step(), warp_row(thread) + thread % 32 / 4, 2 * (thread % 4),
-                              kMasked);
+          hide_listed<kM, kM>(tS, listed, 0, band, n_block_of_step() * kN, warp_row(thread) + thread % 32 / 4,
+                              2 * (thread % 4), kMasked);
         }
         return;
       }

@@ -19,7 +19,7 @@ struct Fp8Epilogue {
   // - `output`: the sums of P V. Multiplied by the factors in place.
   // Whether something may have leaked into the warp's rows. O's largest magnitude leaves out what may have.
   template <class Output>
-  CUTE_DEVICE static bool run(Fp8KernelParams const& params, typename Traits::TileRecord const& tile, int consumer,
+  CUTE_DEVICE static bool run(Fp8KernelParams const& params, typename Traits::PlainTile const& tile, int consumer,
                               float const (&reference)[2], float (&row_sum)[2], float const (&divisor)[2],
                               float largest_v, Output& output) {
     int const thread = Traits::thread_index();
@@ -101,7 +101,7 @@ struct Fp8Epilogue {
   // Writes four columns side by side at a time. A lane has them, since V^T lists the even columns of 16 before the odd
   // ones: they are the accumulator elements i, i + 4, i + 1, i + 5. `words(i)` are these in the output's type.
   template <int kElementBytes, class Words>
-  CUTE_DEVICE static void write(Fp8KernelParams const& params, typename Traits::TileRecord const& tile, int row,
+  CUTE_DEVICE static void write(Fp8KernelParams const& params, typename Traits::PlainTile const& tile, int row,
                                 int lane, Words const& words) {
     std::uint64_t const head =
         params.o.address + kElementBytes * (tile.batch * params.o.stride_batch + tile.head * params.o.stride_head);

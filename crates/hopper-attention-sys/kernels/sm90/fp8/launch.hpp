@@ -1,6 +1,7 @@
 // From plain parameters to a started kernel: what a row of fp8.def becomes.
 #pragma once
 
+#include "common/blocks.hpp"
 #include "common/launch.hpp"
 #include "common/start.hpp"
 #include "sm90/fp8/kernel.hpp"
@@ -19,6 +20,9 @@ Status fp8_prepare() noexcept {
     using Packed = typename Traits::Packed;
     status = is_ok(status) ? prepare_schedule() : status;
     status = is_ok(status) ? prepare_kernel(fp8_fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+  }
+  if constexpr (Traits::kIsListed) {
+    status = is_ok(status) ? prepare_blocks() : status;
   }
   if constexpr (Traits::kMostShares > 1) {
     status = is_ok(status) ? prepare_kernel(fp8_fwd_kernel<Fp8SharedTraits<Traits>>, Traits::kSmemBytes) : status;
@@ -60,6 +64,9 @@ typename Traits::Params fp8_kernel_params(FwdParams const& params) noexcept {
   kernel.sinks_dtype = params.sinks_dtype;
   if constexpr (Traits::kModifiers == Modifiers::Always) {
     kernel.cap = Fp8Cap::of(params.softcap);
+  }
+  if constexpr (Traits::kIsListed) {
+    kernel.lists = params.blocks;
   }
   return kernel;
 }
@@ -147,6 +154,11 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   encode.keys(map_v, params.v, params.head_dim_vo, Traits::kKeysRaw);
   if (!is_ok(encode.status)) {
     return encode.status;
+  }
+  if constexpr (Traits::kIsListed) {
+    if (Status const listed = launch_blocks(params, 0, stream); !is_ok(listed)) {
+      return listed;
+    }
   }
 
   auto kernel = fp8_kernel_params<Traits>(params);

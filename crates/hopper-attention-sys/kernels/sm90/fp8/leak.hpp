@@ -14,6 +14,7 @@
 
 #include "common/e4m3.hpp"
 #include "common/leak.hpp"
+#include "common/leak_blocks.hpp"
 #include "sm90/fp8/traits.hpp"
 
 namespace hattn::sm90 {
@@ -86,6 +87,7 @@ struct Fp8Operands {
     int const block = cute::max(key, 0) / kScaleBlock;
     return cap.score(product, is_bad(row, block) ? NAN : unit_of_block(row, block));
   }
+  CUTE_DEVICE static float output_factor() { return 1.0F; }
   CUTE_DEVICE float value_factor(int key) const {
     float const factor = factors_v[key / kScaleBlock * next_v];
     return is_bad(factor) ? NAN : factor;
@@ -186,19 +188,36 @@ __device__ __noinline__ void repair_rows(typename Traits::Params const& params, 
   }
   __syncwarp();
   using Operands = Fp8Operands<typename Traits::Cap>;
-  Leaks<Traits, Operands>::repair(Operands::of(params, leak.tile),
-                                  Traits::tile_band(params, band_of(params), leak.tile), words.first_row,
-                                  SoundRows::with(sums), words);
+  if constexpr (Traits::kIsListed) {
+    BlockLeaks<Traits, Operands>::repair(params.lists, leak.tile, Operands::of(params, leak.tile), band_of(params),
+                                         words.first_row, SoundRows::with(sums), words);
+  } else {
+    Leaks<Traits, Operands>::repair(Operands::of(params, leak.tile),
+                                    Traits::tile_band(params, band_of(params), leak.tile), words.first_row,
+                                    SoundRows::with(sums), words);
+  }
   // Rows that keep a key of a block whose factor is not finite: their LSE was made with 1 in its place.
   Band const band = Traits::tile_band(params, band_of(params), leak.tile);
   int const query = words.first_row + static_cast<int>(thread_index_anew()) % 32;
   if (params.lse != nullptr && query < cute::min(words.first_row + 16, queries_of(params, leak.tile))) {
     Operands const operands = Operands::of(params, leak.tile);
-    int const begin = band.first_key<Traits::kMask>(query);
-    int const end = cute::min(band.seqlen_kv, band.last_key<Traits::kMask>(query) + 1);
     bool bad = false;
-    for (int key = begin; key < end; key = (key / Operands::kScaleBlock + 1) * Operands::kScaleBlock) {
-      bad = bad || operands.is_bad(query, key / Operands::kScaleBlock);
+    if constexpr (Traits::kIsListed) {
+      int const row = row_of_lists(params.lists, leak.tile.batch, leak.tile.head, query / kListedBlock);
+      std::uint64_t const bits = given_bits(params.lists, leak.tile.batch, leak.tile.head, query / kListedBlock);
+      int const entries = counts_of_row(params.lists, row).y;
+      for (int i = 0; i < entries; ++i) {
+        BlockEntry const entry{entries_of_row(params.lists, row)[i]};
+        static_assert(Operands::kScaleBlock == kListedBlock, "a block of the lists has one factor");
+        bad = bad || (kept_keys(entry, bits + query % kListedBlock * 16, band, query).count() > 0 &&
+                      operands.is_bad(query, entry.block()));
+      }
+    } else {
+      int const begin = band.first_key<Traits::kMask>(query);
+      int const end = cute::min(band.seqlen_kv, band.last_key<Traits::kMask>(query) + 1);
+      for (int key = begin; key < end; key = (key / Operands::kScaleBlock + 1) * Operands::kScaleBlock) {
+        bad = bad || operands.is_bad(query, key / Operands::kScaleBlock);
+      }
     }
     if (bad) {
       params.lse[leak.tile.batch * params.lse_stride_batch + leak.tile.head * params.lse_stride_head +

@@ -120,6 +120,7 @@ struct Fp8Load {
     tiles(storage, [&](auto const& tile, auto const& q) {
       typename Traits::TileBand band = Traits::tile_band(params, launch_band, tile);
       KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
+      [[maybe_unused]] ListReader<Traits::kIsListed, Traits::kTileN> entries(tile);
       int const head = tile.head / params.heads_per_kv_head;
       // A sequence without keys has no factors either: they count as 1.
       bool const has_keys = !Traits::kIsPacked || keys_of(params, tile) > 0;
@@ -144,6 +145,17 @@ struct Fp8Load {
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit), ++count) {
         auto const k = RingPosition<Traits::kStages>::of(count);
         auto const first_v = RingPosition<Traits::kStagesRaw>::of(kRawStages * count);
+        [[maybe_unused]] auto const entry = entries.take(visit);
+        auto const block = [&]() __attribute__((always_inline)) {
+          if constexpr (Traits::kIsListed) {
+            return entry.block_of_visit();
+          } else {
+            return visits.block(visit);
+          }
+        };
+        if constexpr (Traits::kIsListed) {
+          own = &factor(descale, tile.batch, head, factor_of(block()));
+        }
         float const factor = has_keys ? *own : 1.0F;
         own -= (factor_of(visits.block(visit)) - factor_of(visits.block(visits.next(visit)))) * descale.stride_row;
         storage.k_empty[k.stage].wait(k.parity ^ 1);
@@ -151,7 +163,7 @@ struct Fp8Load {
           storage.k_full[k.stage].arrive_expect_bytes(Traits::kBytesK);
           load_tile<Traits::kTileN, Traits::kHeadDimQK, Traits::kSlabQK>(
               map_k, storage.k_full[k.stage], kEvictLast, storage.k[k.stage],
-              keys_at(tile, rows_apart(params).k, visits.block(visit) * Traits::kTileN, head));
+              keys_at(tile, rows_apart(params).k, block() * Traits::kTileN, head));
         }
         if (first) {
           first = false;
@@ -171,6 +183,9 @@ struct Fp8Load {
         }
         __syncwarp();
         if (cute::elect_one_sync()) {
+          if constexpr (Traits::kIsListed) {
+            storage.entry[k.stage] = entry;
+          }
           storage.k_full[k.stage].arrive();
           CUTE_UNROLL
           for (int half = 0; half < kRawStages; ++half) {
@@ -180,8 +195,7 @@ struct Fp8Load {
             storage.v_full[v.stage].arrive_expect_bytes(Traits::kBytesV);
             load_tile<Traits::kKeysRaw, Traits::kHeadDimVO, Traits::kSlabVO>(
                 map_v, storage.v_full[v.stage], kEvictLast, storage.v[v.stage],
-                keys_at(tile, rows_apart(params).v, visits.block(visit) * Traits::kTileN + half * Traits::kKeysRaw,
-                        head));
+                keys_at(tile, rows_apart(params).v, block() * Traits::kTileN + half * Traits::kKeysRaw, head));
           }
         }
         __syncwarp();
@@ -219,7 +233,7 @@ struct Fp8Load {
     std::uint32_t count = 0;  // of blocks
     tiles(storage, [&](auto const& tile, auto const& q) {
       typename Traits::TileBand band = Traits::tile_band(params, launch_band, tile);
-      bool const late = Traits::kIsPacked ? draws_late<Traits::kTileN>(tile, params) : launch_late;
+      bool const late = Traits::kIsPacked || Traits::kIsListed ? draws_late<Traits::kTileN>(tile, params) : launch_late;
       KeyVisits const visits = Traits::visits_of(band, tile.block, storage.piece[q.stage]);
       range_check.enter_tile(params, band, scheduler, tile);
       int const draws_at = late ? visits.last_but_one() : visits.first();
@@ -272,9 +286,9 @@ struct Fp8Load {
       int const head = tile.head / params.heads_per_kv_head;
       prefetch_factor(params.descale_q, tile.batch, tile.head / params.descale_q_group,
                       first_factor_q(params, tile) + tile.block * Traits::kTileM / Traits::kScaleBlock);
-      // (A share may have no block.)
-      if (!(Traits::kShares || Traits::kIsPacked) ||
-          (Traits::kShares ? visits.has(visits.first()) : keys_of(params, tile) > 0)) {
+      // (A share may have no block. Which block a list begins with is not looked up here.)
+      if (!Traits::kIsListed && (!(Traits::kShares || Traits::kIsPacked) ||
+                                 (Traits::kShares ? visits.has(visits.first()) : keys_of(params, tile) > 0))) {
         if constexpr (kEarly) {
           prefetch_factor(params.descale_k, tile.batch, head,
                           first_factor_kv(params, tile) + factor_of(visits.block(visits.first())));

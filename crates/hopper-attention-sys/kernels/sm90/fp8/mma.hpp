@@ -52,6 +52,7 @@ struct Fp8Mma {
   using Split = Fp8Split<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
+  static constexpr bool kIsListed = Traits::kIsListed;
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr int kTileM = Traits::kTileM;
   static constexpr int kTileN = Traits::kTileN;
@@ -240,7 +241,7 @@ struct Fp8Mma {
     typename Traits::TileRecord const tile = storage.tile[q.stage];
     m_block = __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     visits = Traits::visits_of(band(), m_block, storage.piece[q.stage]);
-    if constexpr (Traits::kIsPacked) {
+    if constexpr (Traits::kIsPacked || kIsListed) {
       visits.end = __shfl_sync(0xffffffffU, visits.end, 0);
       visits.free_end = __shfl_sync(0xffffffffU, visits.free_end, 0);
       if constexpr (kMask == MaskClass::Window) {
@@ -376,7 +377,17 @@ struct Fp8Mma {
   CUTE_DEVICE void mask_block(int visit) {
     int const thread = Traits::thread_index();
     int const row = m_block * kTileM + consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-    apply_mask<kMask, kTileN>(tSrS, band(), row, 2 * (thread % 4), visits.block(visit));
+    if constexpr (kIsListed) {
+      // (One row after the other: registers are short.)
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        int const query = anew(row) + 8 * r;
+        std::uint64_t const bits = storage.tile[q.stage].bits + query % kListedBlock * 16;
+        hide_scores(tSrS, storage.entry[k.stage].kept(bits, band(), query), r, 2 * (thread % 4), -INFINITY);
+      }
+    } else {
+      apply_mask<kMask, kTileN>(tSrS, band(), row, 2 * (thread % 4), visits.block(visit));
+    }
   }
 
   // S once more, in other instructions. K must not have been released.
@@ -411,10 +422,13 @@ struct Fp8Mma {
 
   // The softmax of a tile's first block. Releases K, clears O and makes P.
   CUTE_DEVICE void first_softmax(BlockFactors& factors) {
+    if constexpr (kIsListed) {
+      mask_block(visits.first());  // its entry comes with K, too
+    }
     __syncwarp();  // every lane has read the factors, which come with K
     release_k();
     cap_scores(factors);
-    if (first_is_masked()) {
+    if (!kIsListed && first_is_masked()) {
       mask_block(visits.first());
     }
     softmax.first_block(tSrS, factors);

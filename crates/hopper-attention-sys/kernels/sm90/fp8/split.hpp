@@ -61,6 +61,12 @@ struct Fp8Split {
 
   // The next tile of this CTA. `round` is how many were drawn before. `piece` is set to what the CTA computes of the
   // tile. `segment` has what is left of the CTA's segment, and must begin with left = 0.
+  CUTE_DEVICE static ListedTile next(ListedFp8KernelParams const& params, Fp8Scheduler const& scheduler, int round,
+                                     Segment volatile&, Piece& piece) {
+    ListedTile const tile = listed_tile(params.lists, scheduler.tile(scheduler.draw(round)));
+    piece = Piece::of_list(tile);
+    return tile;
+  }
   CUTE_DEVICE static PackedTile next(PackedFp8KernelParams const&, PackedScheduler const& scheduler, int round,
                                      Segment volatile&, Piece& piece) {
     piece = {0, 0};

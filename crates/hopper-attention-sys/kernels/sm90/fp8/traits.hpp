@@ -12,6 +12,7 @@
 #include "kernels.hpp"
 #include "sm90/cluster.hpp"
 #include "sm90/fp8/softcap.hpp"
+#include "sm90/listed.hpp"
 #include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -35,6 +36,11 @@ struct alignas(8) Piece {
   // 0: the CTA computes all of the tile. Above 0: the CTA adds the partial sums in slot `partial - 1`. Below 0: the CTA
   // writes its partial sums to slot `-1 - partial`.
   int partial;
+
+  // Of a tile with a list it is how many entries there are: masked ones, and all.
+  CUTE_DEVICE static Piece of_list(ListedTile const& tile) { return {tile.masked, tile.total}; }
+  CUTE_DEVICE int masked() const { return cut; }
+  CUTE_DEVICE int total() const { return partial; }
 };
 
 // A tile in a warp's rows of which something may have leaked (leak.hpp).
@@ -114,6 +120,11 @@ struct PackedFp8KernelParams : Fp8KernelParams {
   Sequences sequences;
 };
 
+// The same of a row of class Blocks.
+struct ListedFp8KernelParams : Fp8KernelParams {
+  BlockLists lists;
+};
+
 // The same of a row for modified scores.
 template <class Base>
 struct CappedParams : Base {
@@ -189,17 +200,22 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static constexpr bool kScoresWait = kSplits || kHeadDimVO > 128 ||
                                       (kPacked && kHeadDimQK > 128 && kMask != MaskClass::Full);
 
+  // Whether lists in memory say which blocks a tile visits (sm90/listed.hpp).
+  static constexpr bool kIsListed = kMask == MaskClass::Blocks;
+  static_assert(!kIsListed || (kTileM == kListedBlock && kScores == Scores::F32), "the lists are of such blocks");
   // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
   // (Packed sequences with a cap take the rows of class Window: ptxas would serialise the products of another one.)
   static constexpr bool kPacks =
-      kConsumers == 2 && kScores == Scores::F32 && !(kModified && kMask != MaskClass::Window);
+      kConsumers == 2 && kScores == Scores::F32 && !kIsListed && !(kModified && kMask != MaskClass::Window);
   using Packed = Fp8Traits<kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores, kModified, true>;
-  using PlainParams = cute::conditional_t<kPacked, PackedFp8KernelParams, Fp8KernelParams>;
+  using PlainParams = cute::conditional_t<kPacked, PackedFp8KernelParams,
+                                          cute::conditional_t<kIsListed, ListedFp8KernelParams, Fp8KernelParams>>;
   using Params = cute::conditional_t<kModified, CappedParams<PlainParams>, PlainParams>;
-  using TileRecord = cute::conditional_t<kPacked, PackedTile, Tile>;
+  using PlainTile = cute::conditional_t<kPacked, PackedTile, Tile>;
+  using TileRecord = cute::conditional_t<kIsListed, ListedTile, PlainTile>;
   using Scheduler = cute::conditional_t<kPacked, PackedScheduler, Fp8Scheduler>;
-  using Leak = Fp8Leak<TileRecord>;
+  using Leak = Fp8Leak<PlainTile>;
   using TileBand = cute::conditional_t<kPacked, Band, Band const&>;  // the launch's, or a copy that changes by tile
 
   // Whether this kernel's CTAs share tiles, and the most CTAs that may share one: 8 is the largest cluster that a
@@ -209,7 +225,9 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // behind, cost more than f16 brings: only rows with scores in f32 have it.
   static constexpr bool kShares = false;
   static constexpr int kMostShares =
-      !kPacked && !kModified && kScores == Scores::F32 && kMask != MaskClass::Window && kHeadDimQK <= 128 ? 8 : 1;
+      !kPacked && !kModified && !kIsListed && kScores == Scores::F32 && kMask != MaskClass::Window && kHeadDimQK <= 128
+          ? 8
+          : 1;
 
   // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
   // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
@@ -227,6 +245,9 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
 
   // The key blocks that a CTA visits of a tile.
   CUTE_DEVICE static KeyVisits visits_of(Band const& band, int m_block, Piece const& piece) {
+    if constexpr (kIsListed) {
+      return visits_of_list<kTileN>(piece.masked(), piece.total());
+    }
     KeyVisits visits = KeyVisits::of<kMask, kTileM, kTileN>(band, m_block);
     if constexpr (kSplits) {
       visits.keep_piece(piece.cut);
@@ -238,7 +259,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   }
 
   // The band of a tile. `launch`: that of the launch.
-  CUTE_DEVICE static TileBand tile_band(Params const& params, Band const& launch, TileRecord const& tile) {
+  CUTE_DEVICE static TileBand tile_band(Params const& params, Band const& launch, PlainTile const& tile) {
     if constexpr (kPacked) {
       return band_of_tile(params, tile);
     } else {
@@ -280,7 +301,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static constexpr std::uint32_t kBytesV = kKeysRaw * kHeadDimVO;  // of a stage as it is loaded
   static constexpr std::uint32_t kBytesVt = kTileN * kRowsVt;
 
-  struct SharedStorage : Fp8PackedStorage<kPacked, 4 * kConsumers> {
+  struct SharedStorage : Fp8PackedStorage<kPacked, 4 * kConsumers>, EntryStorage<kIsListed ? kStages : 0, kTileN> {
     alignas(1024) Element q[kBuffersQ][kBytesQ];
     alignas(1024) Element k[kStages][kBytesK];
     alignas(1024) Element vt[kStages][kBytesVt];

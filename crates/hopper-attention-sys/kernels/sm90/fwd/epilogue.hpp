@@ -141,7 +141,12 @@ struct Epilogue {
     using Repair = RepairOf<Traits>;
     int const first_row = tile.block * Traits::kTileM + row;
     auto const sound = SoundRows::of_inverses<Traits>(sums);
-    if constexpr (Traits::kIsListed) {
+    if constexpr (Traits::kIsListed && kWritesRows) {
+      auto const owned = [](int) { return true; };
+      BlockLeaks<Traits>::repair(params.blocks, tile, operands, band_of_launch(params), first_row, sound,
+                                 GlobalWords<Element, Traits::kHeadDimVO, decltype(owned)>{
+                                     rows_of_output(params, tile), first_row, params.head_dim_vo, owned});
+    } else if constexpr (Traits::kIsListed) {
       BlockLeaks<Traits>::repair(params.blocks, tile, operands, band_of_launch(params), first_row, sound,
                                  StagedWords{cute::cast_smem_ptr_to_uint(storage.q[buffer]), row});
     } else if constexpr (kWritesRows) {

@@ -123,20 +123,20 @@ struct Load {
       bool const late = kDrawsByTile ? draws_late<Traits::kTileN>(tile, scalars) : launch_late;
       KeyVisits const visits = [&]() {
         if constexpr (Traits::kIsListed) {
-          return visits_of_list(tile.masked, tile.total);
+          return visits_of_list<Traits::kTileN>(tile.masked, tile.total);
         } else {
           return Shares<Traits>::visits(band, tile.block);
         }
       }();
-      [[maybe_unused]] ListReader<Traits::kIsListed> entries(tile);
+      [[maybe_unused]] ListReader<Traits::kIsListed, Traits::kTileN> entries(tile);
       int const head = tile.head / scalars.heads_per_kv_head;
       CUTE_NO_UNROLL
       for (int visit = visits.first(); visits.has(visit); visit = visits.next(visit)) {
         int block = visits.block(visit);
-        [[maybe_unused]] BlockEntry entry{};
+        [[maybe_unused]] VisitEntry<Traits::kTileN> entry{};
         if constexpr (Traits::kIsListed) {
-          entry = entries.take(visits.has(visits.next(visit)));
-          block = entry.block();
+          entry = entries.take(visit);
+          block = entry.block_of_visit();
         }
         if (late && visit == visits.last_but_one()) {
           storage.next_wanted.arrive();
@@ -255,7 +255,7 @@ struct Load {
                                               Scheduler const& scheduler, Storage& storage, CUtensorMap const& map_q,
                                               int rows_apart_q) {
     bool launch_late = false;
-    if constexpr (!Traits::kIsPacked) {
+    if constexpr (!kDrawsByTile) {
       launch_late = draws_late<Traits::kTileN>(scheduler.counter, scalars);
     }
     int round = 0;
@@ -266,7 +266,11 @@ struct Load {
       if (kBegins && round == 0) {
         ++round;
       } else {
-        tile = scheduler.tile(scheduler.draw(round));
+        if constexpr (Traits::kIsListed) {
+          tile = record_of(scalars, scheduler, scheduler.draw(round));
+        } else {
+          tile = scheduler.tile(scheduler.draw(round));
+        }
         storage.tile[q.stage] = tile;
         store_slope(params, scalars, tile, storage, q.stage);
         storage.tile_full[q.stage].arrive();
@@ -280,7 +284,7 @@ struct Load {
         load_q(params, scalars, map_q, storage, q.stage, tile, rows_apart_q);
       }
       bool late = launch_late;
-      if constexpr (Traits::kIsPacked) {
+      if constexpr (kDrawsByTile) {
         late = draws_late<Traits::kTileN>(tile, scalars);
       }
       if (late) {

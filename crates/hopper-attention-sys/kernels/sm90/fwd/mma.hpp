@@ -43,6 +43,7 @@ struct Mma {
   static constexpr int kShort = 8;  // blocks of a short tile
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
   static constexpr bool kIsListed = Traits::kIsListed;
+  using Kept = KeptBits<kIsListed ? Traits::kTileN / 32 : 4>;  // of a row
   static constexpr bool kAddsBias = Traits::kAddsBias;
   static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
@@ -140,7 +141,7 @@ struct Mma {
     // and after them, and passes its turns on in each.
     auto enter_tile = [&]() __attribute__((always_inline)) {
       if constexpr (kIsListed) {
-        visits = visits_of_list(masked_entries, all_entries);
+        visits = visits_of_list<Traits::kTileN>(masked_entries, all_entries);
         return 0;
       }
       Band of_tile = band;
@@ -205,7 +206,7 @@ struct Mma {
     // Before the K of a block is given back: its entry is with it.
     auto note_listed_block = [&]() __attribute__((always_inline)) {
       if constexpr (kIsListed && kModified) {
-        listed_block = __shfl_sync(0xffffffffU, storage.entry[k.stage].block(), 0);
+        listed_block = __shfl_sync(0xffffffffU, storage.entry[k.stage].block_of_visit(), 0);
       }
     };
     // The block of keys of a visit.
@@ -213,12 +214,12 @@ struct Mma {
       return kIsListed ? listed_block : visits.block(visit);
     };
     // Where lists say what is masked: the keys of the block in a stage that this lane's rows keep.
-    auto listed_keys = [&](KeptBits<4>(&kept)[2], int tile, int stage) __attribute__((always_inline)) {
+    auto listed_keys = [&](Kept(&kept)[2], int tile, int stage) __attribute__((always_inline)) {
       if constexpr (kIsListed) {
         int const row = own_row();
         std::uint64_t const bits = storage.tile[tile].bits + row % kListedBlock * 16;
-        kept[0] = kept_keys(storage.entry[stage], bits, band, row);
-        kept[1] = kept_keys(storage.entry[stage], bits + 8 * 16, band, row + 8);
+        kept[0] = storage.entry[stage].kept(bits, band, row);
+        kept[1] = storage.entry[stage].kept(bits + 8 * 16, band, row + 8);
       }
     };
     auto mask_block = [&](int visit) __attribute__((always_inline)) {
@@ -409,7 +410,7 @@ struct Mma {
       note_listed_block();
       modify(std::true_type{}, first_visit());
       if constexpr (kIsListed) {
-        KeptBits<4> kept[2];
+        Kept kept[2];
         listed_keys(kept, q.stage, k.stage);
         hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
         release_k();
@@ -452,7 +453,7 @@ struct Mma {
     // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
-      [[maybe_unused]] KeptBits<4> kept[2];
+      [[maybe_unused]] Kept kept[2];
       if constexpr (kIsListed && decltype(masked)::value) {
         listed_keys(kept, q.stage, k.stage);
       }

@@ -13,7 +13,7 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
-#include "sm90/fwd/listed.hpp"
+#include "sm90/listed.hpp"
 #include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
 
@@ -69,7 +69,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kTileN % 16 == 0 && kTileN >= 64 && kTileN <= 256, "the edge of a mask lies in two blocks at most");
   // Whether lists in memory say which blocks a tile visits (listed.hpp).
   static constexpr bool kIsListed = kMask == MaskClass::Blocks;
-  static_assert(!kIsListed || (kTileM == kListedBlock && kTileN == kListedBlock), "the lists are of such blocks");
+  static_assert(!kIsListed || (kTileM == kListedBlock && kListedBlock % kTileN == 0), "the lists are of such blocks");
   static_assert(kWays == 1 || kStages % 2 == 1, "every buffer goes from one warpgroup to the other");
 
   // All tiles of a row are slabs of so many columns (common/slab.hpp). A product reads whole slabs of V, so that a head
@@ -194,7 +194,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   };
   struct SharedStorage : TableStorage<kTableBytes>,
                          std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
-                         EntryStorage<kIsListed ? kStages : 0> {
+                         EntryStorage<kIsListed ? kStages : 0, kIsListed ? kTileN : kListedBlock> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
