@@ -338,8 +338,11 @@ class Torch(unittest.TestCase):
     def test_what_a_gpu_refuses(self):
         q, k, v = (torch.randn(1, 130, 4, 192, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         kept = torch.ones(130, 130, dtype=torch.bool, device="cuda").tril()
+        o = hopper_attention.attention(q, k, v, attn_mask=kept)
+        causal = hopper_attention.attention(q, k, v, causal=True)
+        self.assertLess((o - causal).abs().max(), 0.02 * causal.abs().max())
         with self.assertRaises(HattnError) as refused:
-            hopper_attention.attention(q, k, v, attn_mask=kept)
+            hopper_attention.attention(q, k, v, attn_mask=kept, bias=torch.zeros(130, 130, device="cuda"))
         self.assertEqual(refused.exception.status, abi.ERROR_UNSUPPORTED)
 
     @unittest.skipIf(NO_GPU, NO_GPU)

@@ -41,6 +41,8 @@ struct Failure {
 struct Tally {
     judged: BTreeMap<String, usize>,
     refused: BTreeMap<String, usize>,
+    /// Why, without the numbers.
+    reasons: BTreeMap<String, usize>,
     wrong: usize,
     worst: Ratios,
     /// From which share of its bound on an error is printed, and how many problems had one.
@@ -67,7 +69,11 @@ impl Tally {
                     }
                 }
             }
-            _ => *self.refused.entry(kind).or_default() += 1,
+            Outcome::Refused(why) => {
+                *self.refused.entry(kind).or_default() += 1;
+                *self.reasons.entry(why.replace(|c: char| c.is_ascii_digit(), "#")).or_default() += 1;
+            }
+            _ => {}
         }
     }
 
@@ -86,6 +92,11 @@ impl Tally {
                 "refused",
                 format!("{}, since the device has no kernel for them: {}", sum(&self.refused), words(&self.refused)),
             );
+            let mut reasons: Vec<_> = self.reasons.iter().collect();
+            reasons.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+            for (why, count) in reasons.into_iter().take(SHOWN / 4) {
+                report::line("refused", format!("{count}: {why}"));
+            }
         }
         let Ratios { row, tensor, rms, common, .. } = self.worst;
         report::line(

@@ -47,7 +47,8 @@ fn every_listed_backward_row_takes_modifiers() {
     // Gradients have nothing to do with maximum logits.
     let cases = modified_cases(Grid::from_env()).into_iter().map(|case| case.max_logits(false));
     let modified = |case: &Case| case.softcap != 0.0 || !case.alibi.is_none() || case.dropout != 0.0;
-    let cases: Vec<Case> = cases.filter(modified).skip(2).step_by(5).collect();
+    // (Ten of eleven cases are modified: 7 shares no divisor with that.)
+    let cases: Vec<Case> = cases.filter(modified).skip(2).step_by(7).collect();
     take(&gpu, &gpu.listed_modified_backward_rows(), &cases, "backward with lists of blocks and modifiers", BACKWARD);
 }
 

@@ -203,9 +203,9 @@
 //!   normal f32 times the root of the number of pairs. A GPU may flush smaller numbers to 0, and such errors of a sum all have one
 //!   sign.
 //!
-//! A GPU makes 0 of P and dS where they are below the smallest normal f32. What a gradient loses by this has the sign of the gradient:
-//! it does not average out, as `a` [below](#groups-of-elements) does not. Pairs whose exact P or dS is below 2^-125 count. A gradient
-//! below 2^-126 may be 0 itself.
+//! A GPU makes 0 of P and dS where they are below the smallest normal f32, and of dS before the factor of dropout is in it. What a
+//! gradient loses by this has the sign of the gradient: it does not average out, as `a` [below](#groups-of-elements) does not. Pairs
+//! whose exact P, or dS without that factor, is below 2^-125 count. A gradient below 2^-126 may be 0 itself.
 //!
 //! dSink of a head is a sum over rows `i`, whose weight of the sink is `p_i`:
 //!

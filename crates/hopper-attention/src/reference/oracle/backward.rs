@@ -680,7 +680,12 @@ impl Exact<'_> {
         let slope_noise = softcap.slope_noise(score, self.scale() * row.q_norm * self.k_norms[token]);
         Pair {
             d_s,
-            flushed: if p < FLUSHED || d_s.abs() < FLUSHED { counted(d_s) } else { 0.0 },
+            // (The factor of dropout comes last.)
+            flushed: if p < FLUSHED || d_s.abs() < FLUSHED * f64::from(self.problem.forward().dropout_factor()) {
+                counted(d_s)
+            } else {
+                0.0
+            },
             // A kernel may round P before it makes dS of it.
             d_s_noise: (SQRT_2 * roundoff + of_score) * d_s.abs()
                 + p * slope * d_p_noise
