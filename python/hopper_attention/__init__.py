@@ -485,7 +485,7 @@ def attention_fp8(
     - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
     - s_aux: attention sinks as in `attention`, without a gradient.
     - softcap: a cap of the scores as in `attention`.
-    - attn_mask, block_mask: as in `attention`, but no floating-point attn_mask. On a GPU not beside a softcap.
+    - attn_mask, block_mask: as in `attention`, but no floating-point attn_mask.
 
     Gives o, or a tuple of o, lse and amax with those that were asked for.
     """

@@ -364,7 +364,7 @@ typedef struct hattn_forward_problem {
   // 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
   // enters the softmax: with scale, softcap, bias and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
   int32_t max_logits;
-  // Lists of blocks beside the mask. 0: none. Not for HATTN_E4M3, packed sequences or used lengths.
+  // Lists of blocks beside the mask. 0: none. Not for packed sequences or used lengths.
   hattn_block_mask block_mask;
   // The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
   int32_t block_mask_most_partial;

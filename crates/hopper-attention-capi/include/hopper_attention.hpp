@@ -285,7 +285,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   constexpr ForwardProblem& max_logits(bool wanted) noexcept { return set(problem_.max_logits, wanted); }
 
   // Lists of blocks that keep pairs, beside the mask: five arguments of a run have them. Not for packed sequences or
-  // used lengths, and on a GPU not for E4M3 operands with softcap.
+  // used lengths.
   constexpr ForwardProblem& block_mask(const BlockMask& lists) noexcept {
     return set(problem_.block_mask, lists.flags()).set(problem_.block_mask_most_partial, lists.most_partial());
   }

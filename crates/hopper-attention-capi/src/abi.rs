@@ -230,8 +230,7 @@ pub struct hattn_forward_problem {
     /// 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
     /// enters the softmax: with scale, softcap, bias and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
     pub max_logits: i32,
-    /// Lists of blocks beside the mask. 0: none. Not for packed sequences or used lengths, and on a GPU not for HATTN_E4M3 with a
-    /// softcap.
+    /// Lists of blocks beside the mask. 0: none. Not for packed sequences or used lengths.
     pub block_mask: hattn_block_mask,
     /// The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
     pub block_mask_most_partial: i32,

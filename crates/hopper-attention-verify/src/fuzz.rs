@@ -165,12 +165,11 @@ impl Fuzz {
     }
 
     /// Gives all problems lists of blocks of this kind in place of the drawn ones. Problems with packed sequences or used lengths have
-    /// none, nor have those of e4m3 operands with a cap.
+    /// none.
     #[must_use]
     pub fn blocks(self, blocks: Blocks) -> Self {
         self.with_any(move |problem| {
-            let capped_fp8 = problem.pass == Pass::Fp8 && problem.case.softcap != 0.0;
-            if problem.pass != Pass::Quantize && !capped_fp8 {
+            if problem.pass != Pass::Quantize {
                 problem.case = listed(problem.case.clone(), blocks);
             }
         })
@@ -375,11 +374,7 @@ mod tests {
             let mut fuzz = Fuzz::new(5, true).blocks(blocks);
             let mut with = 0;
             for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
-                let takes = match problem.pass {
-                    Pass::Quantize => false,
-                    Pass::Fp8 => problem.case.packing.is_none() && problem.case.softcap == 0.0,
-                    _ => problem.case.packing.is_none(),
-                };
+                let takes = problem.pass != Pass::Quantize && problem.case.packing.is_none();
                 let has = problem.forward().block_mask().is_some();
                 assert_eq!(has, takes && !blocks.is_none(), "{problem}");
                 with += usize::from(has);

@@ -245,8 +245,8 @@ pub struct FuzzArgs {
     /// [default: drawn, one problem in four has some]
     #[arg(long, value_name = "KIND")]
     pub alibi: Option<Alibi>,
-    /// The lists of blocks of all problems but those of packed sequences or used lengths, and of e4m3 operands with a softcap: none,
-    /// random:PERCENT, documents, all, nothing or striped [default: drawn, one problem in four or more has some]
+    /// The lists of blocks of all problems but those of packed sequences or used lengths: none, random:PERCENT, documents, all,
+    /// nothing or striped [default: drawn, one problem in four or more has some]
     #[arg(long, value_name = "KIND")]
     pub block_mask: Option<Blocks>,
     /// The bias of all problems but those of e4m3 operands, packed sequences or used lengths: none, or as `random` has it [default:

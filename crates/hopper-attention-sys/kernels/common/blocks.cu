@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "common/blocks.hpp"
+#include "common/start.hpp"
 #include "common/status.hpp"
 
 namespace hattn {
@@ -47,10 +48,15 @@ __device__ void take(int const* list, int count, int most, int k_blocks, bool fu
 }
 
 // A CTA has a row: the lists of one block of queries. Forward: writes its entries. Backward: a row of the matrix.
+// `counter`: that CTAs of the launch draw their tiles from, or null. It becomes 0.
 __global__ void __launch_bounds__(kThreads)
-    list_rows(__grid_constant__ BlockLists const lists, __grid_constant__ Band const band) {
+    list_rows(__grid_constant__ BlockLists const lists, __grid_constant__ Band const band, int* counter) {
   extern __shared__ int places[];
   __shared__ int totals[kWarps];
+  let_next_start();
+  if (counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    *counter = 0;
+  }
   int const row = static_cast<int>(blockIdx.x);
   int const q_block = row % lists.q_blocks;
   int const thread = static_cast<int>(threadIdx.x);
@@ -203,10 +209,11 @@ Status prepare_blocks() noexcept {
   return is_ok(status) ? load_kernel(transpose_bits) : status;
 }
 
-Status launch_blocks(BlockLists const& lists, Band const& band, int tile_m, CUstream_st* stream) noexcept {
+Status launch_blocks(BlockLists const& lists, Band const& band, int tile_m, int* counter,
+                     CUstream_st* stream) noexcept {
   int const of_lists = lists.batch * lists.heads;
   int const rows = of_lists * lists.q_blocks;
-  list_rows<<<rows, kThreads, lists.k_blocks * sizeof(int), stream>>>(lists, band);
+  list_rows<<<rows, kThreads, lists.k_blocks * sizeof(int), stream>>>(lists, band, counter);
   if (lists.key_entries != 0) {
     list_keys<<<of_lists*((lists.k_blocks + 31) / 32), kThreads, 0, stream>>>(lists, kListedBlock / tile_m);
     if (lists.most_partial > 0) {

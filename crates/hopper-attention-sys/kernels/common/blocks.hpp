@@ -250,15 +250,17 @@ CUTE_DEVICE void hide_listed(Scores& scores, ListedStep const& step, int chunk, 
 
 // Loads the kernels of blocks.cu on the current device.
 Status prepare_blocks() noexcept;
-// Makes the lists of a launch, in stream order. `tile_m`: queries of a block that a backward visits. 0: of a forward.
-Status launch_blocks(BlockLists const& lists, Band const& band, int tile_m, CUstream_st* stream) noexcept;
+// Makes the lists of a launch, in stream order, and 0 of the counter that its CTAs draw tiles from, where there is one.
+// `tile_m`: queries of a block that a backward visits. 0: of a forward. The kernel after it may start early
+// (common/start.hpp).
+Status launch_blocks(BlockLists const& lists, Band const& band, int tile_m, int* counter, CUstream_st* stream) noexcept;
 
 // The same from the parameters of a launch.
 template <class Params>
 Status launch_blocks(Params const& params, int tile_m, CUstream_st* stream) noexcept {
   Band const band{params.diagonal_offset - params.window_left, params.diagonal_offset + params.window_right,
                   params.seqlen_q, params.seqlen_kv, params.edges};
-  return launch_blocks(params.blocks, band, tile_m, stream);
+  return launch_blocks(params.blocks, band, tile_m, reinterpret_cast<int*>(params.tile_counter), stream);
 }
 
 }  // namespace hattn

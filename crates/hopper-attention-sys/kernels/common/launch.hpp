@@ -59,7 +59,10 @@ Status launch_forward(FwdParams const& params, CUstream_st* stream, Encode const
   }
   Status status = encode();
   status = is_ok(status) ? launch_fill_max_logits(params, stream) : status;
-  status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
+  // (The kernel that makes lists of blocks has done so.)
+  if (params.blocks.counts == 0) {
+    status = is_ok(status) ? zero_tile_counter(params.tile_counter, stream) : status;
+  }
   if (is_ok(status)) {
     start_main(fwd_scalars(params));
     status = to_status(cudaGetLastError());

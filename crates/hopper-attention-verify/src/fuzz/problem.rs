@@ -168,12 +168,11 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             let (alibi, max_logits) = biases;
             let case = if fp8 { case } else { Case { alibi, max_logits, ..case } };
             let mut case = random::capped(case, softcap);
-            // Kernels of e4m3 have lists of blocks, but none beside a cap.
             let widest = case.dims.head_dim_qk.max(case.dims.head_dim_vo);
-            if pass != Pass::Quantize && !(pass == Pass::Fp8 && for_gpu && case.softcap != 0.0) {
+            if pass != Pass::Quantize {
                 case = random::listed(case, blocks);
             }
-            // Nor have e4m3 operands an additive bias. Kernels of other types have one, but none beside lists, and in the backward none beside a cap.
+            // e4m3 operands have no additive bias. Kernels of other types have one, but none beside lists, and in the backward none beside a cap.
             let kernels_bias = case.blocks.is_none() && (case.softcap == 0.0 || pass == Pass::Forward);
             if !fp8 && (!for_gpu || kernels_bias) {
                 case = random::biased(case, bias);

@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   Fp8Load<Traits>::ones(storage);
   __syncthreads();
-  if constexpr (Traits::kIsPacked) {
-    await_kernel_before();  // which makes the table of sequences
+  if constexpr (Traits::kIsPacked || Traits::kIsListed) {
+    await_kernel_before();  // which makes the table of sequences, or lists of blocks
   }
   [[maybe_unused]] Fp8Scheduler const scheduler{(params.seqlen_q + Traits::kTileM - 1) / Traits::kTileM,
                                                 params.heads_q,

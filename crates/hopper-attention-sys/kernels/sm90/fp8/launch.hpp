@@ -131,7 +131,9 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
         params.split_tiles != 0 ? Split::header_bytes(params.grid) + std::size_t{Split::kFlagBytes} * params.grid
         : checks_range          ? sizeof(RangeCheck)
                                 : sizeof(int);
-    Status zeroed = zero(keeps_amax ? params.range_check : params.tile_counter, counter_bytes, stream);
+    // (The kernel that makes lists of blocks zeroes the counter.)
+    std::uint64_t const counter = Traits::kIsListed ? 0 : keeps_amax ? params.range_check : params.tile_counter;
+    Status zeroed = zero(counter, counter_bytes, stream);
     if (is_ok(zeroed)) {
       zeroed = zero(params.amax.address, sizeof(float), stream);
     }
@@ -176,7 +178,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
       return to_status(cudaGetLastError());
     }
   }
-  // A fallback row may start while the last CTAs of the row before it run.
+  // A fallback row may start while the last CTAs of the row before it run, and a row with lists while they are made.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -186,7 +188,7 @@ Status fp8_launch(FwdParams const& params, CUstream_st* stream) noexcept {
   config.dynamicSmemBytes = Traits::kSmemBytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = is_fallback ? 1 : 0;
+  config.numAttrs = is_fallback || Traits::kIsListed ? 1 : 0;
   return to_status(cudaLaunchKernelEx(&config, fp8_fwd_kernel<Traits>, kernel, map_q, map_k, map_v));
 }
 

@@ -423,11 +423,14 @@ struct Fp8Mma {
   // The softmax of a tile's first block. Releases K, clears O and makes P.
   CUTE_DEVICE void first_softmax(BlockFactors& factors) {
     if constexpr (kIsListed) {
+      cap_scores(factors);
       mask_block(visits.first());  // its entry comes with K, too
     }
     __syncwarp();  // every lane has read the factors, which come with K
     release_k();
-    cap_scores(factors);
+    if constexpr (!kIsListed) {
+      cap_scores(factors);
+    }
     if (!kIsListed && first_is_masked()) {
       mask_block(visits.first());
     }

@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  if constexpr (Traits::kIsPacked) {
-    await_kernel_before();  // which makes the table of sequences
+  if constexpr (Traits::kIsPacked || Traits::kIsListed) {
+    await_kernel_before();  // which makes the table of sequences, or lists of blocks
   }
   [[maybe_unused]] FwdScheduler const scheduler = fwd_scheduler<Traits>(params, scalars, scalars.tile_counter);
   Band const band = band_of(scalars);

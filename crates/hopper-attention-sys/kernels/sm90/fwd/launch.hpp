@@ -85,8 +85,8 @@ struct FwdLaunch {
         }
       }
       if constexpr (Traits::kIsListed) {
-        fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
-            params, ListedFwdScalars{scalars, params.blocks}, map_q, map_k, map_v, map_o);
+        start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, 1, true}, fwd_kernel<Traits>, params,
+                     ListedFwdScalars{scalars, params.blocks}, map_q, map_k, map_v, map_o);
       } else if constexpr (!Traits::kShares) {
         fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
                                                                                           map_v, map_o);
