@@ -213,9 +213,10 @@ fn passes_with_lists_repeat() {
         assert!((0..5).all(|_| same_bits(&run(), &first)), "{case}");
 
         let prepared = backward::Prepared::<bf16>::new(&case);
-        let forward = prepared.problem.forward().to_builder().arch(arch).build().unwrap();
-        let problem = BackwardProblem::builder(&forward).deterministic(true).build().unwrap();
-        let plan = problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+        let problem = prepared.problem.to_builder().deterministic(true).build().unwrap();
+        let rows = [gpu.listed_backward_rows(), gpu.listed_modified_backward_rows()].concat();
+        let mut plans = rows.iter().filter(|row| row.arch() == arch).map(|row| problem.plan_with_row(&gpu.device, row));
+        let plan = plans.find_map(Result::ok).unwrap();
         let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
         let mut on_device = GradientsOnDevice::new(&gpu.stream, &prepared);
         let mut run = || on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();

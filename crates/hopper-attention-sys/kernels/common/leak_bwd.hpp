@@ -7,7 +7,8 @@
 // P of a masked pair is 0. But 0 times NaN or infinity is NaN, so K_j, Q_i, dO_i, and dP_ij leak where they are NaN or
 // infinite. Such leaks are NaN, in dQ or in dK; what spoils a dV spoils the dK of its key, too.
 //
-// - The backward kernel looks at the dK that it writes, and sets a flag where one is not finite (FiniteLook).
+// - The backward kernel looks at the dK that it writes, and sets a flag where one is not finite (FiniteLook). With
+//   dropout it looks at dV, too: dP of a dropped pair counts as 0, whatever dO is.
 // - The kernel after it looks at dQ, and at all dK and dV if the flag is set. It decides for each such row
 //   (RepairGradients):
 //   - A query whose LSE or delta is NaN makes NaN of the dK of every key that it keeps, and of its own dQ.

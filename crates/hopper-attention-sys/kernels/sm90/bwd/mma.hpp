@@ -549,11 +549,18 @@ struct BwdMma {
       if (tile.sums >= 0) {
         return;
       }
-      write_gradient(
-          std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV,
-          [&](float sum) { return Traits::kDrops ? sum * dropout_factor(params) : sum; },
-          [](std::uint32_t pair) { return pair; });
       FiniteLook<Element> look;
+      if constexpr (Traits::kDrops) {
+        // What spoils dV does not always spoil dK: dP of a dropped pair counts as 0.
+        write_gradient(
+            std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV,
+            [&](float sum) { return sum * dropout_factor(params); },
+            [&](std::uint32_t pair) { return look.see(pair); });
+      } else {
+        write_gradient(
+            std::integral_constant<int, kVO>{}, params.d_v, tile, scalars.head_dim_vo, tdV,
+            [](float sum) { return sum; }, [](std::uint32_t pair) { return pair; });
+      }
       write_gradient(
           std::integral_constant<int, kQK>{}, params.d_k, tile, scalars.head_dim_qk, tdK,
           [&](float sum) { return scaled(sum, scalars.softmax_scale); },
