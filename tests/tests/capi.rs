@@ -244,8 +244,6 @@ fn lists_of_blocks_are_refused_by_name_through_c() {
     assert_eq!(refused(&|p| p.block_mask_most_partial = -1), "block_mask_most_partial: -1; allowed: 0 and above");
     let text = refused(&|p| p.block_mask_most_partial = 4);
     assert!(text.contains("block_mask.most_partial: 4; allowed: 0 to 3, the blocks of keys"), "{text}");
-    let text = refused(&|p| (p.dtype, p.output) = (HATTN_E4M3, 0));
-    assert!(text.contains("a block mask with e4m3 operands"), "{text}");
     let text = refused(&|p| p.seqused_kv = 1);
     assert!(text.contains("a block mask with packed sequences or used lengths"), "{text}");
     let prepared = Prepared::<f32>::new(&case);

@@ -9,7 +9,10 @@ use hopper_attention::{
 };
 use hopper_attention_capi::{HATTN_CPU, HATTN_ERROR_ARGUMENT, HATTN_ERROR_VALUE};
 use hopper_attention_tests::allocations::{Counting, counted};
-use hopper_attention_tests::c::{Fp8Memory, Memory, Plan, QuantizeMemory, problem, quantize_problem, tensor};
+use hopper_attention_tests::blocks::{Blocks, BlocksImage};
+use hopper_attention_tests::c::{
+    BlocksMemory, Fp8Memory, Memory, Plan, QuantizeMemory, problem, quantize_problem, tensor,
+};
 use hopper_attention_tests::fp8::Operands;
 use hopper_attention_tests::problems::Case;
 
@@ -35,19 +38,22 @@ fn c_gives_the_bits_of_rust() {
             let mut case = Case::new(150, 131, head_dim_qk, Mask::causal()).heads(2, 4, 2);
             case.dims.head_dim_vo = head_dim_vo;
             let options = case.options(DType::E4M3).lse(true).scaling(scaling);
-            same_bits(&options.clone().half_scores(true).build().unwrap(), hadamard);
-            same_bits(&options.build().unwrap(), hadamard);
+            same_bits(&options.clone().half_scores(true).build().unwrap(), hadamard, None);
+            same_bits(&options.build().unwrap(), hadamard, None);
+            let listed = case.blocks(Blocks::Random(60));
+            let problem = listed.options(DType::E4M3).lse(true).scaling(scaling).build().unwrap();
+            same_bits(&problem, hadamard, listed.block_lists());
         }
     }
 }
 
-fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
+fn same_bits(given: &ForwardProblem, hadamard: Option<u64>, lists: Option<BlocksImage>) {
     let shapes = [given.q_shape(), given.k_shape(), given.v_shape()];
     let of_factors = [given.descale_q_shape(), given.descale_k_shape(), given.descale_v_shape()];
     let inputs = [0, 1, 2].map(|i| {
         Tensor::from_fn(shapes[i], |[b, s, h, d]| ((b * 31 + s * 7 + h * 13 + d * 3 + i) % 29) as f64 / 7.0 - 2.0)
     });
-    let expected = Operands::quantised(given, inputs.each_ref(), hadamard);
+    let expected = Operands::quantised(given, inputs.each_ref(), hadamard).with_blocks(lists.clone());
 
     let values = inputs.each_ref().map(|x| x.data().iter().map(|&x| bf16::from_f64(x)).collect::<Vec<_>>());
     let mut stored = inputs.each_ref().map(|x| vec![E4M3::from_bits(0x55); x.data().len()]);
@@ -89,7 +95,9 @@ fn same_bits(given: &ForwardProblem, hadamard: Option<u64>) {
         alibi_slopes: None,
         max_logits: None,
         bias: None,
-        blocks: None,
+        blocks: lists
+            .as_ref()
+            .map(|lists| BlocksMemory::new(lists, HATTN_CPU, |slot| lists.inner(slot).as_ptr() as u64)),
         dropout_state: None,
         workspace: 0,
         workspace_bytes: 0,

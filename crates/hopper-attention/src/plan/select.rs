@@ -486,5 +486,9 @@ impl fmt::Display for Choice {
 }
 
 #[cfg(test)]
+#[path = "older_tests.rs"]
+mod older_tests;
+
+#[cfg(test)]
 #[path = "select_tests.rs"]
 mod tests;

@@ -7,9 +7,9 @@ use crate::plan::schedule::{Bounds, UNBOUNDED};
 use crate::problem::Dims;
 use proptest::prelude::*;
 
-const H100: DeviceFacts = DeviceFacts::h100_sxm();
+pub(super) const H100: DeviceFacts = DeviceFacts::h100_sxm();
 
-fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo {
+pub(super) fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo {
     KernelInfo {
         row,
         pass: Pass::Forward,
@@ -34,7 +34,7 @@ fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> KernelInfo 
 }
 
 /// A made-up table. The numbers of the real table do not matter here.
-fn table() -> Vec<KernelInfo> {
+pub(super) fn table() -> Vec<KernelInfo> {
     let classes = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
     let mut rows = Vec::new();
     for dtype in [DType::BF16, DType::F16] {
@@ -48,10 +48,10 @@ fn table() -> Vec<KernelInfo> {
     rows
 }
 
-const DIMS: Dims =
+pub(super) const DIMS: Dims =
     Dims { batch: 2, seqlen_q: 1000, seqlen_kv: 3000, heads_q: 16, heads_kv: 4, head_dim_qk: 128, head_dim_vo: 128 };
 
-fn problem(dims: Dims, mask: Mask) -> ForwardProblem {
+pub(super) fn problem(dims: Dims, mask: Mask) -> ForwardProblem {
     ForwardProblem::builder(DType::BF16, dims).mask(mask).build().unwrap()
 }
 
@@ -59,7 +59,7 @@ fn chosen(dims: Dims, mask: Mask) -> String {
     select(&problem(dims, mask), &H100, &table()).unwrap().to_string()
 }
 
-fn refused(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> String {
+pub(super) fn refused(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> String {
     select(problem, gpu, rows).unwrap_err().to_string()
 }
 
@@ -672,25 +672,6 @@ fn a_bias_takes_rows_that_add_it() {
     assert!(select(&biased, &H100, &rows(Modifiers::Always, true)).unwrap().kernel.adds_bias());
     let plain = biased.to_builder().bias(None).build().unwrap();
     assert!(select(&plain, &H100, &table()).is_ok());
-}
-
-/// What no row of the newest instruction set computes, rows of an older one do. The error is that of the newest.
-#[test]
-fn older_rows_compute_what_newer_ones_do_not() {
-    let dropout = Some(crate::problem::Dropout::new(0.5).unwrap());
-    let dropping = problem(DIMS, Mask::causal()).to_builder().dropout(dropout).build().unwrap();
-    let text = "unsupported: dropout with sm90 kernels for bf16, causal, head_dim 128/128; nearest: no dropout, or Device::cpu()";
-    let mut rows = table();
-    assert_eq!(refused(&dropping, &H100, &rows), text);
-    let of_sm80 = KernelInfo { arch: Arch::Sm80, ..row(rows.len() as u32, MaskClass::Window, 128, 64) };
-    rows.push(of_sm80);
-    assert_eq!(refused(&dropping, &H100, &rows), text);
-    rows.push(KernelInfo { drops: [true; 2], row: of_sm80.row + 1, ..of_sm80 });
-    assert_eq!(select(&dropping, &H100, &rows).unwrap().kernel, rows[rows.len() - 1]);
-    // Not where a problem asks for the newest, nor where that has a row.
-    let asks = dropping.to_builder().arch(Arch::Sm90).build().unwrap();
-    assert_eq!(refused(&asks, &H100, &rows), text);
-    assert_eq!(select(&problem(DIMS, Mask::causal()), &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
 }
 
 /// Lists of blocks have rows of their own, whatever the mask beside them is, and a place in the workspace.
