@@ -538,10 +538,11 @@ fn every_row_is_compiled_as_planned() {
             // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
             // that pack have one more, too.
             // Rows that add a bias have one more for it. So have rows with a kernel for dropout alone, and rows of
-            // sm80 with one for dropout of packed sequences. Of rows of head dim 96 each kernel has a second version, which rotates heads.
+            // sm80 with one for dropout of packed sequences, or with lists. Of rows of head dim 96 each kernel has a second version, which rotates heads.
             let sharing =
                 [row.most_shares() > 1, row.packs(), row.adds_bias()].into_iter().map(usize::from).sum::<usize>();
-            let dropping = usize::from(draws(row) || (row.arch() == Arch::Sm80 && row.drops(true)));
+            let alone = row.drops(row.mask() != MaskClass::Blocks);
+            let dropping = usize::from(draws(row) || (row.arch() == Arch::Sm80 && alone));
             let plain = usize::from(!has_one_tile(row));
             let versions = 1 + usize::from(name == "fwd_sm90" && head_dim_qk == 96 && !row.needs_modifiers());
             let wanted = versions * (plain + sharing) + dropping;

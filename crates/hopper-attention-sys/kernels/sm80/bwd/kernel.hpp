@@ -31,7 +31,8 @@
 //
 // A row has a second kernel, for sequences whose lengths the device knows (Traits::kIsPacked). A CTA finds its tile in
 // the table of sequences (common/sequences.hpp). The grid is as large as there can be tiles: the CTAs that are left
-// over end at once. The tile's band lies in shared memory, where the other kernel reads constants.
+// over end at once. The tile's band lies in shared memory, where the other kernel reads constants. Rows of class Blocks
+// have no such kernel: lists say which blocks visit their tiles (listed.hpp).
 //
 // Barriers:
 // - One __syncthreads a block: its Q and dO have arrived, Q and dO of the block before may be overwritten, and dS of

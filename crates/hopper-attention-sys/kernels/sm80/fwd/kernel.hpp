@@ -17,7 +17,8 @@
 //
 // A row has a second kernel, for sequences whose lengths the device knows (Traits::kIsPacked). A CTA finds its tile in
 // the table of sequences (common/sequences.hpp). The grid is as large as there can be tiles: the CTAs that are left
-// over end at once. The tile's band lies in shared memory, where the other kernel reads constants.
+// over end at once. The tile's band lies in shared memory, where the other kernel reads constants. Rows of class Blocks
+// have no such kernel: their tiles visit the blocks of lists (listed.hpp).
 //
 // Barriers. __syncthreads only, each after a wait for the thread's own copies:
 // - two stages: one a block. The next K and V are copied while this block is used.

@@ -17,6 +17,10 @@
 // A row may have one more, for sequences whose lengths the device knows (common/sequences.hpp). It draws its
 // tiles from their table. Key blocks and factors per block begin with the sequence, and no tile is split.
 //
+// Rows of class Blocks have one kernel. Its tiles visit the blocks of lists (sm90/listed.hpp): warp 1 looks up a tile's
+// list, and warp 0 walks it and puts the entry of each visit beside its K. The consumers read the bits of masked blocks
+// in memory.
+//
 // Roles
 //
 //     producer warpgroup       load.hpp
@@ -31,7 +35,7 @@
 //     tile_full    the buffer's next tile and piece are named    warp 1
 //     tile_empty   the buffer's tile, Q and largest_v were read  warps 0 and 1, transposers, consumer warps
 //     q_full       Q has come                                    warp 1, with the bytes
-//     k_full       K and the block's factors have come           warp 0 twice, once with the bytes
+//     k_full       K, the block's factors and entry have come    warp 0 twice, once with the bytes
 //     k_empty      K and the factors were read                   warp 1, consumer warps
 //     v_full       V has come                                    warp 0, with the bytes
 //     v_empty      V was transposed                              transposers (warps 2 and 3)
