@@ -22,6 +22,9 @@ const ROUND: usize = 512;
 /// Wrong problems that are printed.
 const SHOWN: usize = 20;
 
+/// Reasons why problems were refused that are printed, the most frequent first.
+const REASONS_SHOWN: usize = 5;
+
 /// A wrong problem in a file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -94,7 +97,7 @@ impl Tally {
             );
             let mut reasons: Vec<_> = self.reasons.iter().collect();
             reasons.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
-            for (why, count) in reasons.into_iter().take(SHOWN / 4) {
+            for (why, count) in reasons.into_iter().take(REASONS_SHOWN) {
                 report::line("refused", format!("{count}: {why}"));
             }
         }

@@ -65,8 +65,7 @@ pub(super) fn fitting<'a>(
     if newest.is_ok() || problem.arch().is_some() {
         return newest;
     }
-    let of_older = || fitting_of(Some(Arch::Sm80), pass, problem, gpu, rows).ok();
-    newest.or_else(|error| of_older().ok_or(error))
+    newest.or_else(|error| fitting_of(Some(Arch::Sm80), pass, problem, gpu, rows).map_err(|_| error))
 }
 
 /// The rows of an instruction set, or of the newest that the GPU runs. The filters, in this order:

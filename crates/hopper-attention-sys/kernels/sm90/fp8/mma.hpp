@@ -430,9 +430,9 @@ struct Fp8Mma {
     release_k();
     if constexpr (!kIsListed) {
       cap_scores(factors);
-    }
-    if (!kIsListed && first_is_masked()) {
-      mask_block(visits.first());
+      if (first_is_masked()) {
+        mask_block(visits.first());
+      }
     }
     softmax.first_block(tSrS, factors);
     clear(tOrO);
