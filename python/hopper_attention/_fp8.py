@@ -14,7 +14,6 @@ from ._calls import Call, prepared
 from ._plans import Window, descale_shape, margin_of, mask_of, plans, scale_of, scaling_of, softcap_of
 from ._sinks import operand
 from ._torch import DTYPES, _library, described, ordinal, problem_of, run
-from ._varlen import _described
 
 _SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -193,7 +192,7 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
             **fields_of(given),
         }
         problem = problem_of(q, k, v, *numbers, **options)
-        return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
+        return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 
     key = (rest[:11], softcap, *((name, t.dtype, t.device, t.shape, t.stride()) for name, t in given.items()))
     run(prepared(key, make), q, tuple(given.values()))

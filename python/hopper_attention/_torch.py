@@ -251,6 +251,9 @@ def described(t: torch.Tensor) -> tuple:
 
     In torch a dimension of one element may have any stride. The library wants a 1 for the last.
     """
+    if t.dtype == torch.int32:
+        # Dense, though torch may give a list of one number any stride.
+        return abi.I32, ordinal(t.device), t.shape, abi.dense(t.shape)
     shape, stride = t.shape, t.stride()
     if shape and shape[-1] == 1:
         stride = (*stride[:-1], 1)

@@ -196,13 +196,6 @@ def _empty(q: torch.Tensor, v: torch.Tensor) -> list:
     return [q.new_empty(o), q.new_empty(lse, dtype=torch.float32)]
 
 
-def _described(t: torch.Tensor) -> tuple:
-    if t.dtype == torch.int32:
-        # Dense, though torch may give a list of one number any stride.
-        return abi.I32, ordinal(t.device), t.shape, abi.dense(t.shape)
-    return described(t)
-
-
 class _Run:
     """The arguments of an operator after its tensors, and how it calls the library."""
 
@@ -261,7 +254,7 @@ class _Run:
             problem = self._problem(q, k, v, "lse" in given, given)
             if args is abi.BackwardArgs:
                 problem = abi.BackwardProblem.of(problem, **more)
-            return Call(args, problem, ordinal(q.device), {name: _described(t) for name, t in given.items()})
+            return Call(args, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 
         numbers = (self.numbers, self.softcap, self.dropout)
         key = (args, self.hints, numbers, tuple(more.items()), tuple(given), _key(tuple(given.values())))
