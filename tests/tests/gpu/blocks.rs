@@ -12,7 +12,7 @@ use hopper_attention_tests::gpu::backward::{OnDevice as GradientsOnDevice, same_
 use hopper_attention_tests::gpu::fp8::OnDevice as Fp8OnDevice;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, same_bits};
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::runner::{Prepared, Runner, Verdict};
+use hopper_attention_tests::runner::{Prepared, Runner};
 use hopper_attention_tests::sinks::Sinks;
 
 use crate::by_type::{BACKWARD, FORWARD, take};
@@ -127,13 +127,7 @@ fn every_listed_e4m3_row_keeps_the_tolerance() {
                 continue;
             };
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
-            let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
-                Ok(written) => {
-                    let (o, lse) = written.output(operands.problem());
-                    Verdict::from(&expected.check(&o, Some(&lse)).unwrap())
-                }
-                Err(why) => Verdict::failed(why),
-            };
+            let verdict = on_device.judged::<bf16>(&gpu.stream, &mut workspace, &plan, &expected);
             runner.take(row, &case, DType::E4M3, verdict);
         }
     }

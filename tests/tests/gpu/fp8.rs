@@ -9,7 +9,7 @@ use hopper_attention_tests::fp8::{Operands, for_row, half_scores_of};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, Written, takes};
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, fitting};
-use hopper_attention_tests::runner::{Runner, Verdict};
+use hopper_attention_tests::runner::Runner;
 use hopper_attention_tests::say;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -80,13 +80,7 @@ fn every_e4m3_row_takes_the_grid() {
                 };
                 let Ok(plan) = planned else { continue };
                 assert!(plan.workspace_bytes() <= WORKSPACE_BYTES, "{plan}");
-                let verdict = match on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None) {
-                    Ok(written) => {
-                        let (o, lse) = written.output(operands.problem());
-                        Verdict::from(&expected.check(&o, Some(&lse)).unwrap())
-                    }
-                    Err(why) => Verdict::failed(why),
-                };
+                let verdict = on_device.judged::<bf16>(&gpu.stream, &mut workspace, &plan, expected);
                 runner.take(i, case, DType::E4M3, verdict);
             }
         }

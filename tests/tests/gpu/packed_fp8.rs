@@ -53,13 +53,7 @@ fn of<O: OutputOf<E4M3>>(gpu: &Gpu, operands: &Operands, row: &KernelInfo) -> Op
     let plan = problem.plan_with_row(&gpu.device, row).ok()?;
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let on_device = OnDevice::new(&gpu.stream, operands);
-    Some(match on_device.run::<O>(&gpu.stream, &mut workspace, &plan, None) {
-        Ok(written) => {
-            let (o, lse) = written.output(&problem);
-            Verdict::from(&operands.expected().check(&o, Some(&lse)).unwrap())
-        }
-        Err(why) => Verdict::failed(why),
-    })
+    Some(on_device.judged::<O>(&gpu.stream, &mut workspace, &plan, &operands.expected()))
 }
 
 /// A problem that allows scores in f16 takes the kernel with scores in f32 where it is packed: no other packs.

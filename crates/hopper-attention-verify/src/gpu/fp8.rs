@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
-use hopper_attention::reference::Tensor;
+use hopper_attention::reference::{Expected, Tensor};
 use hopper_attention::{
     Args, DType, E4M3, Element, ForwardArgs, ForwardPlan, ForwardProblem, OutputOf, Slot, Stream, TensorRef, Workspace,
 };
@@ -13,6 +13,7 @@ use super::{
 };
 use crate::data::GUARD;
 use crate::fp8::{Operands, Output, dense, packed, shapes};
+use crate::ready::Verdict;
 
 /// A value that no kernel writes here, before and after what it may write.
 const BAND: f32 = -117.0;
@@ -83,6 +84,20 @@ impl OnDevice {
             panic!("the GPU failed on {plan}: {error}");
         }
         outputs.written(stream)
+    }
+
+    /// Runs a plan once, as [`run`](Self::run), and judges O and the log-sum-exp.
+    pub fn judged<O: OutputOf<E4M3>>(
+        &self,
+        stream: &Arc<CudaStream>,
+        workspace: &mut Workspace<'_>,
+        plan: &ForwardPlan,
+        expected: &Expected,
+    ) -> Verdict {
+        self.run::<O>(stream, workspace, plan, None).map_or_else(Verdict::failed, |written| {
+            let (o, lse) = written.output(plan.problem());
+            Verdict::from(&expected.check(&o, Some(&lse)).expect("outputs of the plan's problem"))
+        })
     }
 
     /// The arguments of a run, but for offsets and used lengths.
