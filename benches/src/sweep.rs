@@ -207,7 +207,7 @@ impl Sweep {
             !self.dtypes.contains(&Precision::E4m3),
             "--bias with --dtypes e4m3: e4m3 operands have no bias; allowed: --dtypes bf16,f16"
         );
-        ensure!(self.packed.is_empty(), "--bias with --packed: packed sequences have no bias; allowed: one of them");
+        ensure!(self.packed.is_empty(), "--bias with --packed is not timed yet; allowed: one of them");
         ensure!(
             self.block_mask.is_empty(),
             "--bias with --block-mask: no kernel has a bias beside lists of blocks; allowed: one of them"

@@ -152,8 +152,7 @@ def attention(
     - bias: numbers that broadcast to [batch, heads_q, seqlen_q, seqlen_kv], added to the scores after the cap: f32, bf16 or
       f16, whatever the type of q. -inf hides a pair as a mask does. On torch tensors it has a gradient, in its shape and
       type: computed where the bias requires one. A GPU refuses it with block-sparse masks, and gradients
-      with softcap, by name.
-
+      with softcap, by name. Beside nested tensors it is as in `attention_varlen`.
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
       A GPU refuses it with packed sequences in sm80 kernels, and with windows of large head dims, by name.
@@ -188,8 +187,8 @@ def attention(
             alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator), bias, attn_mask, block_mask
         )
         if type(q) is not _Tensor and _torch.is_jagged(q):
-            if attn_mask is not None or block_mask is not None or bias is not None:
-                name = "bias" if bias is not None else "attn_mask" if block_mask is None else "block_mask"
+            if attn_mask is not None or block_mask is not None:
+                name = "attn_mask" if block_mask is None else "block_mask"
                 raise NotImplementedError(f"{name}: given with nested tensors; allowed: dense tensors, or no such mask")
             mask = {"causal": causal, "window": window, "top_left": top_left}
             more = {"sm_margin": sm_margin, "s_aux": s_aux, "softcap": softcap}
@@ -311,6 +310,7 @@ def attention_varlen(
     alibi_slopes: Any = None,
     return_max_logits: bool = False,
     max_logits_out: Any = None,
+    bias: Any = None,
     dropout_p: float = 0.0,
     dropout_state: Any = None,
     generator: Any = None,
@@ -332,6 +332,12 @@ def attention_varlen(
     - softcap, return_max_logits, dropout_p, dropout_state, generator: as in `attention`.
     - alibi_slopes: as in `attention`, [heads_q] or [batch, heads_q]: of each sequence its own. Distances are those of the
       sequence.
+    - bias: as in `attention`, but [1 or batch, 1 or heads_q, 1 or queries, keys]. A batch entry is a sequence. Query 0
+      and key 0 are the first ones of each sequence. So a bias as large as the longest sequence serves all of them: T5's
+      is [1, heads_q, longest, longest]. Missing dimensions on the left are 1. The keys are not expanded. The queries or
+      keys of a dense side are as in `attention`. Numbers that no sequence reaches have gradient 0. The CPU refuses
+      sequences that are longer than the bias. A GPU does not look. It leaves out the rows that the bias has no numbers
+      for.
     - deterministic: gradients of torch tensors are the same bits every time, as under
       torch.use_deterministic_algorithms.
 
@@ -355,7 +361,7 @@ def attention_varlen(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
-        modifiers = _modified.Modifiers(alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator))
+        modifiers = _modified.Modifiers(alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator), bias)
         return _varlen.attention_varlen(
             q,
             k,
@@ -384,7 +390,7 @@ def attention_varlen(
     mask = (causal, window, top_left)
     rest = (fill_gaps, out, lse_out, stream, sm_margin, s_aux, softcap)
     _no_generator(generator)
-    more = (alibi_slopes, (return_max_logits, max_logits_out), (dropout_p, dropout_state))
+    more = (alibi_slopes, (return_max_logits, max_logits_out), bias, (dropout_p, dropout_state))
     return _arrays.attention_varlen(q, k, v, lists, *mask, scale, return_lse, longest, *rest, *more)
 
 
@@ -415,6 +421,8 @@ def attention_varlen_backward(
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
+    bias: Any = None,
+    return_d_bias: bool = False,
     dropout_p: float = 0.0,
     dropout_state: Any = None,
 ) -> Any:
@@ -423,7 +431,8 @@ def attention_varlen_backward(
     For torch tensors autograd computes them.
 
     The lengths and options are those of `attention_varlen`, and o and lse are what it gave. d_o and d_lse have the
-    shapes of o and lse. The rest is as in `attention_backward`. Errors are as in `attention_varlen`.
+    shapes of o and lse. The rest is as in `attention_backward`, return_d_bias included. Errors are as in
+    `attention_varlen`.
     """
     if _is_torch(q, k, v):
         raise TypeError(
@@ -431,7 +440,8 @@ def attention_varlen_backward(
         )
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
-    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap, alibi_slopes, (dropout_p, dropout_state))
+    rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap, alibi_slopes, bias, return_d_bias)
+    rest = (*rest, (dropout_p, dropout_state))
     return _arrays.attention_varlen_backward(q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, *rest)
 
 

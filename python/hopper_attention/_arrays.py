@@ -12,6 +12,7 @@ from ._plans import (
     alibi_of,
     bias_fields,
     bias_shape,
+    bias_sizes,
     check_list,
     dropout_of,
     hints_of,
@@ -209,10 +210,11 @@ def attention(
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
-    masks, added = _additive(masks, bias, q, of, stream)
+    masks, added = _additive(masks, bias, q, of, {}, stream)
     lists, state = _lists(masks, q, of, stream), _state(dropout, q, stream)
     more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits), **fields_of(lists)}
-    problem = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added), **_dropped(dropout))
+    more.update(_bias_fields(added, {}), **_dropped(dropout))
+    problem = _problem(*of, mask, scale, sm_margin, softcap, **more)
     given = {**exports, **sinks, **slopes, **lists, **added, **state}
     return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
 
@@ -246,8 +248,11 @@ def lists_for(attn_mask: Any, block_mask: Any, like: Any, q_shape: tuple, k_shap
     return BlockLists(*(ours.asarray(one) for one in lists))
 
 
-def _additive(masks: tuple, bias: Any, like: Any, of: tuple, stream: Optional[int]) -> tuple:
-    """The masks without a floating-point attn_mask, which is a bias, and the export of the bias by its name, if there is one."""
+def _additive(masks: tuple, bias: Any, like: Any, of: tuple, lengths: dict, stream: Optional[int]) -> tuple:
+    """The masks without a floating-point attn_mask, which is a bias, and the export of the bias by its name, if any.
+
+    `lengths` are as in `bias_sizes`.
+    """
     attn_mask, block_mask = masks
     if attn_mask is not None and _numpy_of(attn_mask) is not None and attn_mask.dtype.kind == "f":
         if bias is not None:
@@ -257,7 +262,7 @@ def _additive(masks: tuple, bias: Any, like: Any, of: tuple, stream: Optional[in
         name = "bias"
     if bias is None:
         return masks, {}
-    sizes = (of[0].shape[0], of[0].shape[2], of[0].shape[1], of[1].shape[1])
+    sizes = bias_sizes(*of[:2], lengths)
     its, ours = _numpy_of(bias), _numpy_of(like)
     if its is not None:
         shape = bias_shape(name, bias.shape, sizes)
@@ -268,13 +273,14 @@ def _additive(masks: tuple, bias: Any, like: Any, of: tuple, stream: Optional[in
         if ours is not None and ours is not its and its.__name__ == "numpy":
             bias = ours.asarray(bias)
     export = Array(name, bias, stream)
-    if export.shape != bias_shape(name, export.shape, sizes):
-        raise ValueError(f"{name}: shape {list(export.shape)}; allowed: four dimensions, the last of seqlen_kv")
+    shape = bias_shape(name, export.shape, sizes)
+    if export.shape != shape:
+        raise ValueError(f"{name}: shape {list(export.shape)}; allowed for these arrays: {list(shape)}")
     return masks, {"bias": export}
 
 
-def _bias_fields(added: dict) -> dict:
-    return bias_fields(added["bias"].dtype, added["bias"].shape) if added else {}
+def _bias_fields(added: dict, lengths: dict) -> dict:
+    return bias_fields(added["bias"].dtype, added["bias"].shape, lengths) if added else {}
 
 
 def _like(given: Any, like: Any, shape: tuple, dtype: int) -> Any:
@@ -396,10 +402,11 @@ def attention_backward(
     sinks = _sinks(s_aux, stream)
     of = exports["q"], exports["k"], exports["v"]
     slopes = _slopes(alibi_slopes, stream)
-    masks, added = _additive(masks, bias, q, of, stream)
+    masks, added = _additive(masks, bias, q, of, {}, stream)
     lists, state = _lists(masks, q, of, stream), _state(dropout, q, stream)
     more = {"sinks": _type_of(sinks), **_biased(slopes), **fields_of(lists)}
-    forward = _problem(*of, mask, scale, sm_margin, softcap, **more, **_bias_fields(added), **_dropped(dropout))
+    more.update(_bias_fields(added, {}), **_dropped(dropout))
+    forward = _problem(*of, mask, scale, sm_margin, softcap, **more)
     given = {**exports, **sinks, **slopes, **lists, **added, **state}
     return _backward(forward, (q, k, v), given, deterministic, out, stream, return_d_bias)
 
@@ -488,6 +495,7 @@ def attention_varlen(
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
     max_logits: tuple = (False, None),
+    bias: Any = None,
     dropout: tuple = (0.0, None),
 ) -> Any:
     """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
@@ -498,9 +506,11 @@ def attention_varlen(
     of = exports["q"], exports["k"], exports["v"]
     sinks = _sinks(s_aux, stream)
     slopes = _slopes(alibi_slopes, stream)
+    _, added = _additive((None, None), bias, q, of, lengths, stream)
     more = {"dtype": exports["q"].dtype, "lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits)}
-    problem = packed_problem(*of, lengths, hints, **more, **numbers, **_dropped(dropout))
-    given = {**exports, **_given(lengths), **sinks, **slopes, **_state(dropout, q, stream)}
+    more.update(_bias_fields(added, lengths), **_dropped(dropout))
+    problem = packed_problem(*of, lengths, hints, **more, **numbers)
+    given = {**exports, **_given(lengths), **sinks, **slopes, **added, **_state(dropout, q, stream)}
     return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
 
 
@@ -526,6 +536,8 @@ def attention_varlen_backward(
     s_aux: Any = None,
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
+    bias: Any = None,
+    return_d_bias: bool = False,
     dropout: tuple = (0.0, None),
 ) -> tuple:
     """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
@@ -535,12 +547,14 @@ def attention_varlen_backward(
     of = exports["q"], exports["k"], exports["v"]
     sinks = _sinks(s_aux, stream)
     slopes = _slopes(alibi_slopes, stream)
+    _, added = _additive((None, None), bias, q, of, lengths, stream)
     fields = {"dtype": exports["q"].dtype, "sinks": _type_of(sinks), **_biased(slopes)}
-    forward = packed_problem(*of, lengths, hints, **fields, **numbers, **_dropped(dropout))
+    fields.update(_bias_fields(added, lengths), **_dropped(dropout))
+    forward = packed_problem(*of, lengths, hints, **fields, **numbers)
     more = {"o": o, "lse": lse, "d_o": d_o, **({} if d_lse is None else {"d_lse": d_lse})}
     exports.update({name: Array(name, array, stream) for name, array in more.items()})
-    given = {**exports, **_given(lengths), **sinks, **slopes, **_state(dropout, q, stream)}
-    return _backward(forward, (q, k, v), given, deterministic, out, stream)
+    given = {**exports, **_given(lengths), **sinks, **slopes, **added, **_state(dropout, q, stream)}
+    return _backward(forward, (q, k, v), given, deterministic, out, stream, return_d_bias)
 
 
 __all__ = ["Array", "attention", "attention_backward", "attention_varlen", "attention_varlen_backward"]

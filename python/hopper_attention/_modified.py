@@ -70,7 +70,7 @@ class Modifiers(NamedTuple):
 
     def attend(self) -> Optional[tuple]:
         """What `attention_varlen` takes as its `attend`."""
-        return (attend, self) if self.any() else None
+        return (_attend_packed, self) if self.any() else None
 
 
 def slopes_of(alibi_slopes: Any, device: torch.device) -> Optional[torch.Tensor]:
@@ -110,9 +110,16 @@ def attention_modified(
         if bias is not None:
             raise ValueError("attn_mask: floating-point numbers, beside a bias; allowed: one of both")
         bias, attn_mask, name = attn_mask, None, "attn_mask"
-    beside = Beside(bias=None if bias is None else bias_of(bias, q, k, name))
+    beside = Beside(bias=None if bias is None else bias_of(bias, q, k, {}, name))
     if modifiers.block_mask is not None or attn_mask is not None:
         beside = beside._replace(**lists_for(modifiers.block_mask, attn_mask, q, k).named())
+    return attend(q, k, v, s_aux, rest, return_lse, modifiers, beside)
+
+
+def _attend_packed(q: Any, k: Any, v: Any, s_aux: Any, rest: tuple, return_lse: bool, modifiers: Modifiers) -> Any:
+    """attention_varlen() with any of `modifiers`, of which it takes no masks."""
+    bias, lists = modifiers.bias, dict(zip(abi.LENGTHS, rest))
+    beside = Beside(bias=None if bias is None else bias_of(bias, q, k, lists))
     return attend(q, k, v, s_aux, rest, return_lse, modifiers, beside)
 
 
@@ -124,9 +131,9 @@ def attend(
     rest: tuple,
     return_lse: bool,
     modifiers: Modifiers,
-    beside: Beside = Beside(),
+    beside: Beside,
 ) -> Any:
-    """Calls the operator. `rest` are its arguments from the offsets to the softcap."""
+    """Calls the operator. `rest` are its arguments from the offsets to the softcap. `beside` has the bias and masks."""
     probability, (_, *state) = dropout_of(*modifiers.dropout), modifiers.dropout
     beside = beside._replace(
         sinks=None if s_aux is None else operand(s_aux, q.device),

@@ -157,24 +157,35 @@ def alibi_of(slopes: Any) -> int:
     return abi.ALIBI_PER_HEAD if len(slopes.shape) == 1 else abi.ALIBI_PER_BATCH
 
 
-def bias_shape(name: str, shape: Any, sizes: Tuple[int, int, int, int]) -> tuple:
+def bias_sizes(q: Any, k: Any, lists: dict) -> tuple:
+    """What a bias of operands with a `shape` broadcasts to: batch, heads_q, seqlen_q and seqlen_kv.
+
+    `lists` are those of `lists_of`, or nothing. The rows of a packed side are None: the bias says for how many rows of
+    a sequence it has numbers.
+    """
+    rows = (None if packed else t.shape[-3] for packed, t in zip(_packed_sides(lists), (q, k)))
+    return (_batch_of(q, lists), q.shape[-2], *rows)
+
+
+def bias_shape(name: str, shape: Any, sizes: tuple) -> tuple:
     """The shape of an additive bias as the library reads it: [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv].
 
-    `shape` broadcasts to `sizes`: batch, heads_q, seqlen_q and seqlen_kv.
+    `shape` broadcasts to `sizes`, which are those of `bias_sizes`. A size of None may be any, and is kept.
     """
     four = (1,) * (4 - len(shape)) + tuple(shape)
-    if len(four) != 4 or any(its not in (1, size) for its, size in zip(four, sizes)):
-        allowed = f"one that broadcasts to [batch, heads_q, seqlen_q, seqlen_kv], {list(sizes)}"
+    if len(four) != 4 or any(size is not None and its not in (1, size) for its, size in zip(four, sizes)):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        allowed = f"one that broadcasts to [batch, heads_q, seqlen_q, seqlen_kv], [{wanted}]"
         raise ValueError(f"{name}: shape {list(shape)}; allowed: {allowed}")
-    return (*four[:3], sizes[3])
+    return (*four[:3], four[3] if sizes[3] is None else sizes[3])
 
 
-def bias_fields(dtype: Optional[int], shape: Any) -> dict:
-    """The fields of a forward problem with a bias of this type and shape. Nothing where the type is None."""
-    if dtype is None:
-        return {}
+def bias_fields(dtype: int, shape: Any, lists: dict) -> dict:
+    """The fields of a forward problem with a bias of this type and shape. `lists` are as in `bias_sizes`."""
     flags = zip(shape, (abi.BIAS_PER_BATCH, abi.BIAS_PER_HEAD, abi.BIAS_PER_QUERY))
-    return {"bias": dtype, "bias_dims": sum(flag for size, flag in flags if size != 1)}
+    fields = {"bias": dtype, "bias_dims": sum(flag for size, flag in flags if size != 1)}
+    # Without packed sequences the library knows the rows.
+    return {**fields, "bias_queries": shape[2], "bias_keys": shape[3]} if any(_packed_sides(lists)) else fields
 
 
 def scale_of(scale: Optional[float]) -> float:
@@ -203,6 +214,17 @@ def lists_of(q: Any, k: Any, v: Any, lists: Tuple[Any, Any, Any, Any]) -> dict:
     if all(given is None for given in named.values()):
         raise ValueError("cu_seqlens_q: missing, and so are the other lengths; attention() takes tensors without them")
     return named
+
+
+def _packed_sides(lists: dict) -> Tuple[bool, bool]:
+    """Whether the queries are packed, and whether the keys are."""
+    return lists.get("cu_seqlens_q") is not None, lists.get("cu_seqlens_kv") is not None
+
+
+def _batch_of(q: Any, lists: dict) -> int:
+    """The number of sequences of operands with these lengths."""
+    offsets = lists.get("cu_seqlens_q")
+    return q.shape[0] if offsets is None else offsets.shape[0] - 1
 
 
 def check_list(name: str, shape: Any) -> None:
@@ -234,10 +256,9 @@ def packed_problem(q: Any, k: Any, v: Any, lists: dict, hints: Hints, **more: An
     The library refuses a hint for a side whose sequences all have one length.
     """
     given = {name: int(of is not None) for name, of in lists.items()}
-    offsets = lists["cu_seqlens_q"]
     of_q, of_kv = (given[f"cu_seqlens_{side}"] or given[f"seqused_{side}"] for side in ("q", "kv"))
     return abi.ForwardProblem(
-        batch=q.shape[0] if offsets is None else offsets.shape[0] - 1,
+        batch=_batch_of(q, lists),
         seqlen_q=q.shape[-3],
         seqlen_kv=k.shape[-3],
         heads_q=q.shape[-2],

@@ -230,7 +230,7 @@ class _Run:
             max_logits=int("max_logits" in given),
             dropout=self.dropout,
             **fields_of(given),
-            **({} if bias is None else bias_fields(DTYPES[bias.dtype], bias.shape)),
+            **({} if bias is None else bias_fields(DTYPES[bias.dtype], bias.shape, self.lists)),
         )
 
     def check_gradients(self, q: Any, k: Any, v: Any, given: Any = ()) -> None:

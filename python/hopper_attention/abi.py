@@ -121,6 +121,7 @@ class ForwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "alibi max_logits block_mask block_mask_most_partial bias bias_dims"),
         dropout=ctypes.c_float,
         reserved=ctypes.c_int32,
+        **_all_of(ctypes.c_int64, "bias_queries bias_keys"),
     )
 
     @classmethod
@@ -153,6 +154,7 @@ class BackwardProblem(_Versioned):
         **_all_of(ctypes.c_int32, "sinks d_sinks alibi d_bias block_mask block_mask_most_partial bias bias_dims"),
         dropout=ctypes.c_float,
         reserved=ctypes.c_int32,
+        **_all_of(ctypes.c_int64, "bias_queries bias_keys"),
     )
 
     @classmethod

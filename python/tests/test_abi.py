@@ -23,11 +23,11 @@ def setUpModule():
 class Structs(unittest.TestCase):
     def test_a_backward_problem_is_of_a_forward_one(self):
         beside = {"alibi": hattn.ALIBI_PER_BATCH, "block_mask": 3, "block_mask_most_partial": 1, "dropout": 0.5}
-        beside.update(bias=3, bias_dims=5)
+        beside.update(bias=3, bias_dims=5, bias_queries=7, bias_keys=9)
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5, softcap=50.0, sm_margin=8, **beside).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual(
-            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (192, hattn.ABI_VERSION, 1, 0)
+            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (208, hattn.ABI_VERSION, 1, 0)
         )
         for name, _ in hattn.BackwardProblem._fields_:
             if name not in ("struct_size", "d_lse", "d_sinks", "d_bias", "deterministic"):

@@ -1,4 +1,7 @@
-"""The additive bias and its gradient: arrays and torch tensors against the definition, for each shared dimension."""
+"""The additive bias and its gradient: arrays and torch tensors against the definition, for each shared dimension.
+
+test_varlen.py and test_varlen_arrays.py have those of packed sequences.
+"""
 
 import itertools
 import unittest
@@ -187,8 +190,8 @@ class Tensors(unittest.TestCase):
             with self.subTest(text=text), self.assertRaisesRegex(error, text):
                 hopper_attention.attention(*self.qkv, **given)
         ragged = torch.nested.nested_tensor([torch.randn(3, 4, 16)], layout=torch.jagged)
-        with self.assertRaisesRegex(NotImplementedError, "bias: given with nested tensors"):
-            hopper_attention.attention(ragged, ragged, ragged, bias=torch.zeros(1))
+        with self.assertRaisesRegex(NotImplementedError, "attn_mask: given with nested tensors"):
+            hopper_attention.attention(ragged, ragged, ragged, attn_mask=torch.zeros(3, 3))
 
     @unittest.skipIf(NO_GPU, NO_GPU)
     def test_a_gpu_adds_what_the_cpu_adds(self):

@@ -1,5 +1,6 @@
 """Tests of packed sequences on torch tensors, on the CPU. test_varlen_arrays.py has those of numpy arrays."""
 
+import itertools
 import math
 import unittest
 from unittest import mock
@@ -11,6 +12,7 @@ try:
 except ImportError:
     torch = None
 else:
+    from definition import causal_keep, reference
     from hopper_attention import attention, attention_varlen
 
 # Sequences of both sides: rows, and used rows. Two are empty on one side, and the last one is not used at all.
@@ -247,6 +249,247 @@ class Varlen(Base):
         q.requires_grad_()
         (d_q,) = torch.autograd.grad(attention_varlen(q, k, v, cu).sum(), q, create_graph=True)
         self.assertRaisesRegex(NotImplementedError, "second derivative", torch.autograd.grad, d_q.sum(), q)
+
+
+class Biased(Base):
+    """An additive bias, whose query 0 and key 0 are the first of each sequence. test_bias.py has dense tensors."""
+
+    #: More queries and keys than the longest sequence has.
+    QUERIES, KEYS = 11, 12
+
+    def bias(self, own=(False, True, True), dtype=None, grad=False):
+        """A bias with the dimensions of sequences, heads and queries, or with some of them."""
+        sizes = (len(ROWS_Q), 4, self.QUERIES)
+        bias = torch.randn(*(size if has else 1 for has, size in zip(own, sizes)), self.KEYS)
+        bias[..., 1] = -math.inf
+        return bias.to(dtype or torch.float32).requires_grad_(grad)
+
+    def definition(self, q, k, v, bias, used, causal=False, slopes=None, **options):
+        """O and log-sum-exp by the definition, one sequence after another."""
+        o, lse = torch.zeros_like(q) + 0 * q, torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=q.dtype)
+        begins, begins_kv = self.cu_q.tolist(), self.cu_kv.tolist()
+        of_q, of_kv = (USED_Q, USED_KV) if used else (ROWS_Q, ROWS_KV)
+        for i, (b, n, b_kv, n_kv) in enumerate(zip(begins, of_q, begins_kv, of_kv)):
+            if n == 0 or n_kv == 0:
+                continue
+            given = q[None, b : b + n], k[None, b_kv : b_kv + n_kv], v[None, b_kv : b_kv + n_kv]
+            keep = causal_keep(n, n_kv) if causal else torch.ones(n, n_kv, dtype=torch.bool)
+            part = bias[i if bias.shape[0] > 1 else 0, :, :n, :n_kv]
+            own, own_lse, _ = reference(*given, keep, None if slopes is None else slopes[i], bias=part, **options)
+            o[b : b + n], lse[:, b : b + n] = own[0], own_lse[0]
+        return o, lse
+
+    def compare(self, own, dtype, used, causal, s_aux=None, softcap=None, alibi_slopes=None):
+        leaves = [*self.qkv(grad=True), self.bias(own, dtype, grad=True), *([] if s_aux is None else [s_aux])]
+        o, lse = attention_varlen(
+            *leaves[:3],
+            **self.lengths(used),
+            bias=leaves[3],
+            causal=causal,
+            return_lse=True,
+            s_aux=s_aux,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        sinks = None if s_aux is None else exact[4]
+        want, want_lse = self.definition(
+            *exact[:4], used, causal=causal, slopes=alibi_slopes, cap=softcap, sinks=sinks
+        )
+        self.assertGreater(o.abs().max().item(), 0.1)
+        torch.testing.assert_close(o.double(), want, atol=1e-5, rtol=1e-5)
+        seen = want_lse > -math.inf
+        if s_aux is None:
+            self.assertTrue((lse[~seen] == -math.inf).all())
+        torch.testing.assert_close(lse[seen].double(), want_lse[seen], atol=1e-5, rtol=1e-5)
+        d_o, d_lse = torch.randn_like(o), torch.randn_like(lse)
+        loss = (o * d_o).sum() + (lse[seen] * d_lse[seen]).sum()
+        exact_loss = (want * d_o).sum() + (want_lse[seen] * d_lse[seen]).sum()
+        gradients = torch.autograd.grad(loss, leaves)
+        for t, got, its in zip(leaves, gradients, torch.autograd.grad(exact_loss, exact)):
+            self.assertEqual((got.shape, got.dtype), (t.shape, t.dtype))
+            rounding = torch.finfo(t.dtype).eps
+            torch.testing.assert_close(got.double(), its, atol=3e-5, rtol=max(1e-5, rounding))
+        return gradients[3]
+
+    def test_each_sequence_has_the_first_numbers(self):
+        for own in itertools.product((False, True), repeat=3):
+            for used, causal in itertools.product((False, True), repeat=2):
+                with self.subTest(own=own, used=used, causal=causal):
+                    d_bias = self.compare(own, torch.float32, used, causal)
+                    # What is hidden, and what no sequence reaches.
+                    self.assertTrue((d_bias[..., 1] == 0).all() and (d_bias[..., 9:] == 0).all())
+                    if own[2]:
+                        self.assertTrue((d_bias[:, :, 9:] == 0).all())
+
+    def test_types_of_a_bias(self):
+        for dtype in (torch.bfloat16, torch.float16):
+            with self.subTest(dtype=dtype):
+                self.compare((False, True, True), dtype, used=False, causal=True)
+
+    def test_with_sinks_a_cap_and_slopes(self):
+        for used in (False, True):
+            sinks = torch.randn(4, requires_grad=True)
+            slopes = torch.rand(len(ROWS_Q), 4)
+            self.compare((True, True, True), torch.float32, used, True, sinks, 1.5, slopes)
+
+    def test_types_of_operands(self):
+        bias = self.bias()
+        for dtype, bound in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+            q, k, v = self.qkv(dtype)
+            o = attention_varlen(q, k, v, self.cu_q, self.cu_kv, bias=bias)
+            self.assertEqual(o.dtype, dtype)
+            want, _ = self.definition(*(t.double() for t in (q, k, v)), bias, False)
+            torch.testing.assert_close(o.double(), want, atol=bound, rtol=bound)
+
+    def test_forms(self):
+        q, k, v = self.qkv()
+
+        def compute(bias):
+            return attention_varlen(q, k, v, self.cu_q, self.cu_kv, causal=True, bias=bias)
+
+        bias = self.bias((False, False, True))
+        want = compute(bias)
+        transposed = bias[0, 0].T.contiguous().T
+        for name, same in {
+            "2 dimensions": bias[0, 0],
+            "3 dimensions": bias[0],
+            "expanded": bias.expand(5, 4, -1, -1),
+            "transposed": transposed,
+            "f64": bias.double(),
+            "as long as the longest sequence": bias[..., :9, :9],
+        }.items():
+            with self.subTest(name):
+                self.assertTrue(torch.equal(compute(same), want))
+        rows = self.bias((False, True, False), grad=True)
+        (d_rows,) = torch.autograd.grad(compute(rows[0]).sum(), rows)
+        self.assertEqual(d_rows.shape, rows.shape)
+        # Without a gradient for the bias the others have theirs.
+        q.requires_grad_()
+        self.assertEqual(torch.autograd.grad(compute(bias).sum(), q)[0].shape, q.shape)
+
+    def test_dense_sides(self):
+        q, k, v = torch.randn(3, 8, 4, 16), torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16)
+        used_q, used_kv = torch.tensor([8, 3, 0]), torch.tensor([4, 10, 1])
+        options = {"seqused_q": used_q, "seqused_kv": used_kv, "causal": True}
+        cu = torch.arange(0, 25, 8), torch.arange(0, 31, 10)
+        rows = [t.flatten(0, 1) for t in (q, k, v)]
+        for shape in ((3, 4, 8, 10), (1, 4, 1, 10), (8, 1)):
+            with self.subTest(shape=shape):
+                bias = torch.randn(shape, requires_grad=True)
+                whole = bias if shape[-1] == 10 else bias.expand(1, 1, 8, 10)
+                # Longer than a packed side needs it.
+                longer = torch.nn.functional.pad(whole, (0, 3, 0, 0 if whole.shape[2] == 1 else 5))
+                want = []
+                for i, (n, keys) in enumerate(zip(used_q.tolist(), used_kv.tolist())):
+                    part = whole[i if whole.shape[0] > 1 else 0][None, :, :n, :keys]
+                    own = q[i : i + 1, :n], k[i : i + 1, :keys], v[i : i + 1, :keys]
+                    made = attention(*own, causal=True, bias=part) if n else own[0]
+                    want.append(torch.nn.functional.pad(made, (0, 0, 0, 0, 0, 8 - n)))
+                want = torch.cat(want)
+                d_o = torch.randn_like(want)
+                (d_bias,) = torch.autograd.grad(want, bias, d_o, retain_graph=True)
+                for o in (
+                    attention_varlen(q, k, v, None, bias=bias, **options),
+                    attention_varlen(rows[0], k, v, cu[0], bias=longer[..., :10], **options).view_as(want),
+                    attention_varlen(q, *rows[1:], None, cu[1], bias=longer[:, :, :8], **options),
+                    attention_varlen(*rows, *cu, bias=longer, **options).view_as(want),
+                ):
+                    self.assertTrue(torch.equal(o, want))
+                    (got,) = torch.autograd.grad(o, bias, d_o, retain_graph=True)
+                    torch.testing.assert_close(got, d_bias, atol=1e-5, rtol=1e-5)
+
+    def test_no_sequences(self):
+        q, k, v = (t[:0] for t in self.qkv())
+        bias = self.bias(grad=True)
+        o = attention_varlen(q, k, v, torch.zeros(1, dtype=torch.long), bias=bias)
+        (d_bias,) = torch.autograd.grad(o.sum(), bias)
+        self.assertTrue(torch.equal(d_bias, torch.zeros_like(bias)))
+
+    def test_nested_tensors(self):
+        q = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (3, 7)], layout=torch.jagged)
+        k, v = (torch.nested.nested_tensor_from_jagged(torch.randn(10, 2, 16), q.offsets()) for _ in range(2))
+        bias = torch.randn(4, 7, 7, requires_grad=True)
+        o = attention(q, k, v, causal=True, bias=bias).values()
+        want = attention_varlen(*(t.values() for t in (q, k, v)), q.offsets(), causal=True, bias=bias)
+        self.assertTrue(torch.equal(o, want))
+        self.assertTrue(torch.equal(*(torch.autograd.grad(t.sum(), bias)[0] for t in (o, want))))
+
+    def test_the_operators_are_what_torch_is_told(self):
+        lists = [self.cu_q.int(), self.cu_kv.int(), None, torch.tensor(USED_KV, dtype=torch.int32)]
+        numbers = (9, 0, True, False, 0.0, abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0, 0.0, False)
+        for own in ((False, True, True), (True, False, False)):
+            given = (*self.qkv(grad=True), None, None, self.bias(own, grad=True), *(None,) * 6, *lists, *numbers)
+            torch.library.opcheck(torch.ops.hopper_attention.modified_forward, given)
+
+    def test_compiled(self):
+        torch._dynamo.reset()
+        calls = []
+
+        def backend(graph, inputs):
+            calls.append(graph)
+            return graph.forward
+
+        def compute(q, k, v, cu, bias):
+            return attention_varlen(q, k, v, cu, causal=True, bias=bias)
+
+        for target in ("aot_eager", backend):
+            compiled = torch.compile(compute, backend=target, fullgraph=True, dynamic=True)
+            for rows, longest in ((ROWS_Q, 9), ((6, 1, 30), 32), ((2, 2), 3)):
+                cu = torch.tensor((0, *rows)).cumsum(0)
+                q, k, v = (torch.randn(sum(rows), h, 16, requires_grad=True) for h in (4, 2, 2))
+                bias = torch.randn(4, longest, longest, requires_grad=True)
+                found = [f(q, k, v, cu, bias) for f in (compute, compiled)]
+                gradients = [torch.autograd.grad(o.sum(), (q, k, v, bias)) for o in found]
+                for got, want in zip((found[1], *gradients[1]), (found[0], *gradients[0])):
+                    self.assertTrue(torch.equal(got, want))
+        self.assertEqual(len(calls), 1)
+
+    def test_refusals(self):
+        q, k, v = self.qkv()
+        wanted = r"allowed: one that broadcasts to \[batch, heads_q, seqlen_q, seqlen_kv\], \[5, 4, any, any\]"
+        for error, words, shape in (
+            (abi.HattnError, "cu_seqlens_kv: 9 rows at 2; allowed: at most 8, which the bias has numbers for", (9, 8)),
+            (abi.HattnError, "cu_seqlens_q: 9 rows at 2; allowed: at most 8, which the bias has numbers for", (8, 9)),
+            # Keys are not expanded.
+            (abi.HattnError, "cu_seqlens_kv: 5 rows at 0; allowed: at most 1", (9, 1)),
+            (ValueError, rf"bias: shape \[3, 1, 1, 9\]; {wanted}", (3, 1, 1, 9)),
+            (ValueError, rf"bias: shape \[2, 9, 9\]; {wanted}", (2, 9, 9)),
+            (ValueError, rf"bias: shape \[1, 1, 1, 9, 9\]; {wanted}", (1, 1, 1, 9, 9)),
+        ):
+            with self.subTest(words=words), self.assertRaisesRegex(error, words):
+                attention_varlen(q, k, v, self.cu_q, self.cu_kv, bias=torch.zeros(shape))
+        self.assertRaises(TypeError, attention_varlen, q, k, v, self.cu_q, self.cu_kv, bias=[0.0])
+        # Used lengths make sequences short enough.
+        lengths = {**self.lengths(True), "seqused_q": torch.tensor((2, 0, 8, 1, 0))}
+        o = attention_varlen(q, k, v, **lengths, bias=torch.zeros(8, 7))
+        torch.testing.assert_close(o, attention_varlen(q, k, v, **lengths))
+
+    def test_on_a_gpu(self):
+        if not torch.cuda.is_available():
+            self.skipTest("no GPU")
+        rows = (120, 0, 300, 64)
+        cu = torch.tensor((0, *rows)).cumsum(0)
+        for dtype, bound in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3)):
+            inputs = [torch.randn(sum(rows), heads, 64).to(dtype) for heads in (4, 2, 2, 4)]
+            for shape in ((4, 4, 300, 320), (4, 300, 300), (4, 1, 1, 310)):
+                runs = []
+                bias = torch.randn(shape)
+                for device, of_run in (("cuda", dtype), ("cpu", torch.float32)):
+                    q, k, v, d_o = (t.to(device, of_run).requires_grad_() for t in inputs)
+                    of_device = bias.to(device).requires_grad_()
+                    o = attention_varlen(q, k, v, cu.to(device), causal=True, bias=of_device)
+                    gradients = torch.autograd.grad(o, (q, k, v, of_device), d_o.detach())
+                    runs.append([t.detach().cpu().float() for t in (o, *gradients)])
+                for got, want in zip(*runs):
+                    self.assertLess((got - want).abs().max(), bound * want.abs().max())
+        # The rows of a sequence that the bias does not cover count as rows after its used length.
+        q, k, v = (t.cuda() for t in inputs[:3])
+        cu, bias = cu.cuda(), torch.randn(4, 100, 200, device="cuda")
+        most = {"seqused_q": 100, "seqused_kv": 200}
+        used = {name: torch.tensor(rows).clamp(max=of_it).cuda() for name, of_it in most.items()}
+        got, want = (attention_varlen(q, k, v, cu, causal=True, bias=bias, **more) for more in ({}, used))
+        self.assertTrue(torch.equal(got, want))
 
 
 class Nested(Base):

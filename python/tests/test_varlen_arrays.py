@@ -77,6 +77,38 @@ class VarlenArrays(unittest.TestCase):
             got = attention_varlen(*self.qkv, wide[:, 0], self.cu_kv.astype(dtype))
             self.assertTrue((got == want).all(), dtype)
 
+    def test_a_bias(self):
+        for shape in ((9, 9), (4, 11, 12), (1, 4, 1, 9), (5, 1, 11, 9), (5, 4, 9, 12)):
+            for used in (False, True):
+                with self.subTest(shape=shape, used=used):
+                    bias = self.draw(*shape)
+                    whole = bias.reshape((1,) * (4 - bias.ndim) + shape)
+                    options = {"causal": True, "s_aux": self.draw(4)}
+                    o, lse = attention_varlen(*self.qkv, **self.lengths(used), return_lse=True, bias=bias, **options)
+                    d_o = self.draw(*o.shape)
+                    found = attention_varlen_backward(
+                        *self.qkv, o, lse, d_o, **self.lengths(used), bias=bias, return_d_bias=True, **options
+                    )
+                    want_o = numpy.zeros_like(o)
+                    want_d = [numpy.zeros_like(t) for t in (*self.qkv, options["s_aux"], whole)]
+                    for i, (of_q, of_kv) in enumerate(self.sequences(used)):
+                        given, n, keys = self.one(of_q, of_kv), of_q.stop - of_q.start, of_kv.stop - of_kv.start
+                        at = (slice(i, i + 1) if len(whole) > 1 else slice(None), slice(None), slice(n), slice(keys))
+                        own = {"bias": whole[at], **options}
+                        made = attention(*given, return_lse=True, **own)
+                        want_o[of_q] = made[0][0]
+                        *ds, d_sinks, d_bias = attention_backward(
+                            *given, *made, d_o[None, of_q], return_d_bias=True, **own
+                        )
+                        for into, rows, gradient in zip(want_d, (of_q, of_kv, of_kv), ds):
+                            into[rows] = gradient[0]
+                        want_d[3] += d_sinks
+                        want_d[4][at] += d_bias
+                    numpy.testing.assert_array_equal(o, want_o)
+                    for got, want in zip(found, want_d):
+                        self.assertEqual(got.dtype, want.dtype)
+                        numpy.testing.assert_allclose(got, want, atol=1e-5)
+
     def test_gaps_that_are_not_filled(self):
         o = numpy.full((24, 4, 16), 7, "float32")
         lse = numpy.full((4, 24), 7, "float32")
@@ -108,7 +140,7 @@ class VarlenArrays(unittest.TestCase):
 
     def test_refusals(self):
         q, k, v = self.qkv
-        cu, cu_kv = self.cu_q, self.cu_kv
+        cu, cu_kv, wrong = self.cu_q, self.cu_kv, self.draw(2, 1, 9, 9)
         for error, words, arguments, options in (
             (ValueError, "q: 4 dimensions; allowed: 3, .*with cu_seqlens_q", (q[None], k, v, cu), {}),
             (ValueError, "q: 3 dimensions; allowed: 4, .*without cu_seqlens_q", (q, k, v, None), {}),
@@ -120,6 +152,9 @@ class VarlenArrays(unittest.TestCase):
             (TypeError, "cu_seqlens_q: list", (q, k, v, [0, 3]), {}),
             (TypeError, "cu_seqlens_q: an element type.*allowed: int32", (q, k, v, cu.astype("float32")), {}),
             (TypeError, "deterministic: for torch", (q, k, v, cu), {"deterministic": True}),
+            (ValueError, r"bias: shape \[2, 1, 9, 9\].*\[5, 4, any, any\]", (q, k, v, cu), {"bias": wrong}),
+            (abi.HattnError, "cu_seqlens_kv: 9 rows at 2.*at most 8", (q, k, v, cu), {"bias": self.draw(9, 8)}),
+            (abi.HattnError, "cu_seqlens_q: 9 rows at 2.*at most 8", (q, k, v, cu), {"bias": self.draw(8, 9)}),
             (abi.HattnError, "cu_seqlens_kv", (q, k, v, cu, cu_kv[:-1]), {}),
             (abi.HattnError, "seqused_q", (q, k, v, cu, cu_kv), {"seqused_q": numpy.array([4, 0, 9, 4, 5])}),
             (abi.HattnError, "cu_seqlens_q", (q, k, v, cu + 3, cu_kv), {}),

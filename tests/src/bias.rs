@@ -5,7 +5,7 @@ use hopper_attention_verify::case::random::capped;
 
 use crate::alibi::Alibi;
 use crate::blocks::Blocks;
-use crate::modifiers::{self, SIZES, dense};
+use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
 
@@ -32,6 +32,25 @@ pub fn cases(grid: Grid) -> Vec<Case> {
                 };
                 let case = if turn % 5 == 2 { case.alibi(Alibi::ALL[turn / 5 % Alibi::ALL.len()]) } else { case };
                 let case = if turn % 7 == 3 { case.blocks(Blocks::ALL[turn / 7 % Blocks::ALL.len()]) } else { case };
+                let sinks = if turn % 5 == 1 { Sinks::Mixed } else { Sinks::None };
+                cases.push(Case { sinks, lse: turn % 11 != 0, ..case });
+            }
+        }
+    }
+    cases
+}
+
+/// The same of packed sequences and used lengths.
+pub fn packed_cases(grid: Grid) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &head_dim in grid.pick(&[64][..], &[64, 72, 128]) {
+        for (mask, bias) in masks().into_iter().flat_map(|mask| Bias::all().map(move |bias| (mask, bias))) {
+            for kind in PACKINGS {
+                let turn = cases.len();
+                let case = packed(turn, kind, head_dim, mask).bias(bias).max_logits(turn % 3 == 1);
+                let case = if turn.is_multiple_of(4) { capped(case, (50.0, turn % 8 < 4)) } else { case };
+                let case = if turn % 5 == 2 { case.alibi(Alibi::ALL[turn / 5 % Alibi::ALL.len()]) } else { case };
+                let case = if turn % 7 == 3 { case.dropout(0.3) } else { case };
                 let sinks = if turn % 5 == 1 { Sinks::Mixed } else { Sinks::None };
                 cases.push(Case { sinks, lse: turn % 11 != 0, ..case });
             }

@@ -68,6 +68,8 @@ fn bias_dims(bias: Bias) -> hattn_bias_dims {
 /// A problem in C's words.
 pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
     let dims = problem.dims();
+    let covered =
+        |side: usize| problem.bias().and_then(|bias| bias.covered()).map_or(0, |covered| signed(covered[side]));
     let corner_of = |corner| if corner == Corner::TopLeft { HATTN_TOP_LEFT } else { HATTN_BOTTOM_RIGHT };
     // Past the largest number that C can say, a bound is none.
     let bound = |keys| i64::try_from(keys).unwrap_or(i64::MAX);
@@ -132,6 +134,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         bias_dims: problem.bias().map_or(0, bias_dims),
         dropout: problem.dropout().map_or(0.0, |dropout| dropout.probability()),
         reserved: 0,
+        bias_queries: covered(0),
+        bias_keys: covered(1),
     }
 }
 
@@ -174,6 +178,8 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         bias_dims: forward.bias_dims,
         dropout: forward.dropout,
         reserved: 0,
+        bias_queries: forward.bias_queries,
+        bias_keys: forward.bias_keys,
         sinks: forward.sinks,
         d_sinks: i32::from(problem.wants_d_sinks()),
     }

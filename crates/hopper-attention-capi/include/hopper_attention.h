@@ -55,10 +55,10 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
@@ -369,7 +369,7 @@ typedef struct hattn_forward_problem {
   // The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
   int32_t block_mask_most_partial;
   // Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
-  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3, packed sequences or used lengths.
+  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3.
   // On a GPU not with lists of blocks, and without gradients beside a softcap.
   hattn_dtype bias;
   // Which dimensions the bias has beside the keys. 0 without a bias.
@@ -380,6 +380,11 @@ typedef struct hattn_forward_problem {
   float dropout;
   // Must be 0.
   int32_t reserved;
+  // For how many queries and keys of a sequence the bias has numbers. 0: seqlen_q and seqlen_kv. Sides that are not packed have 0,
+  // or all their rows. No packed sequence may be longer: the rows of a longer one that only the device knows are not used.
+  // bias_queries is not read where queries share their numbers.
+  int64_t bias_queries;
+  int64_t bias_keys;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -439,7 +444,7 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *mask_bits;
   const struct hattn_tensor *full_block_cnt;
   const struct hattn_tensor *full_block_idx;
-  // The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says. Given exactly if the problem's bias is not 0.
+  // The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says, or as bias_queries and bias_keys do. Given exactly if the problem's bias is not 0.
   const struct hattn_tensor *bias;
   // Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
   // problem's dropout is not 0. A backward pass reads those of the forward pass.
@@ -494,6 +499,8 @@ typedef struct hattn_backward_problem {
   float dropout;
   // Must be 0.
   int32_t reserved;
+  int64_t bias_queries;
+  int64_t bias_keys;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.

@@ -145,8 +145,17 @@ class Bias {
   constexpr Bias& per_head(bool own) noexcept { return set(HATTN_BIAS_PER_HEAD, own); }
   constexpr Bias& per_query(bool own) noexcept { return set(HATTN_BIAS_PER_QUERY, own); }
 
+  // How many queries and keys of a sequence have numbers. For packed sequences; the default is seqlen_q and seqlen_kv.
+  constexpr Bias& covering(std::int64_t queries, std::int64_t keys) noexcept {
+    queries_ = queries;
+    keys_ = keys;
+    return *this;
+  }
+
   constexpr DType dtype() const noexcept { return dtype_; }
   constexpr hattn_bias_dims dims() const noexcept { return dims_; }
+  constexpr std::int64_t queries() const noexcept { return queries_; }
+  constexpr std::int64_t keys() const noexcept { return keys_; }
 
  private:
   constexpr Bias& set(hattn_bias_dims flag, bool on) noexcept {
@@ -156,6 +165,8 @@ class Bias {
 
   DType dtype_;
   hattn_bias_dims dims_ = 0;
+  std::int64_t queries_ = 0;
+  std::int64_t keys_ = 0;
 };
 
 // No bound on this side of a window.
@@ -291,9 +302,9 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   }
 
   // An additive bias of the scores, after the cap and before the mask. -inf hides a pair as a mask does. The argument
-  // bias of a run has it. For other operands than E4M3, and not for packed sequences or used lengths. On a GPU
-  // not with block_mask either, and no gradients with softcap.
+  // bias of a run has it. For other operands than E4M3. On a GPU not with block_mask, and no gradients with softcap.
   constexpr ForwardProblem& bias(const Bias& form) noexcept {
+    set(problem_.bias_queries, form.queries()).set(problem_.bias_keys, form.keys());
     return set(problem_.bias, form.dtype()).set(problem_.bias_dims, form.dims());
   }
 
@@ -382,6 +393,8 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.block_mask_most_partial = of.block_mask_most_partial;
     problem_.bias = of.bias;
     problem_.bias_dims = of.bias_dims;
+    problem_.bias_queries = of.bias_queries;
+    problem_.bias_keys = of.bias_keys;
     problem_.dropout = of.dropout;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;

@@ -235,7 +235,7 @@ pub struct hattn_forward_problem {
     /// The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
     pub block_mask_most_partial: i32,
     /// Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
-    /// softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3, packed sequences or used lengths.
+    /// softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3.
     /// On a GPU not with lists of blocks, and without gradients beside a softcap.
     pub bias: hattn_dtype,
     /// Which dimensions the bias has beside the keys. 0 without a bias.
@@ -246,6 +246,11 @@ pub struct hattn_forward_problem {
     pub dropout: f32,
     /// Must be 0.
     pub reserved: i32,
+    /// For how many queries and keys of a sequence the bias has numbers. 0: seqlen_q and seqlen_kv. Sides that are not packed have 0,
+    /// or all their rows. No packed sequence may be longer: the rows of a longer one that only the device knows are not used.
+    /// bias_queries is not read where queries share their numbers.
+    pub bias_queries: i64,
+    pub bias_keys: i64,
 }
 
 impl hattn_forward_problem {
@@ -314,6 +319,8 @@ pub struct hattn_backward_problem {
     pub dropout: f32,
     /// Must be 0.
     pub reserved: i32,
+    pub bias_queries: i64,
+    pub bias_keys: i64,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -439,7 +446,7 @@ pub struct hattn_forward_args {
     pub mask_bits: *const hattn_tensor,
     pub full_block_cnt: *const hattn_tensor,
     pub full_block_idx: *const hattn_tensor,
-    /// The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says. Given exactly if the problem's bias is not 0.
+    /// The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says, or as bias_queries and bias_keys do. Given exactly if the problem's bias is not 0.
     pub bias: *const hattn_tensor,
     /// Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
     /// problem's dropout is not 0. A backward pass reads those of the forward pass.
@@ -608,7 +615,7 @@ pub struct hattn_quantize_args {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 200 bytes {
+    hattn_forward_problem: 104 to 216 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
@@ -617,8 +624,9 @@ layouts! {
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
         sinks 160, softcap 164, alibi 168, max_logits 172,
         block_mask 176, block_mask_most_partial 180, bias 184, bias_dims 188, dropout 192, reserved 196,
+        bias_queries 200, bias_keys 208,
     }
-    hattn_backward_problem: 104 to 192 bytes {
+    hattn_backward_problem: 104 to 208 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
@@ -626,6 +634,7 @@ layouts! {
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
         fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, d_bias 164,
         block_mask 168, block_mask_most_partial 172, bias 176, bias_dims 180, dropout 184, reserved 188,
+        bias_queries 192, bias_keys 200,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,

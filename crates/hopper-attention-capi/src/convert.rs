@@ -71,7 +71,8 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
             return Err(Failure::argument("alibi", other, allowed));
         }
     };
-    problem = problem.block_mask(block_mask(given)?).bias(bias(given)?);
+    let covered = [length("bias_queries", given.bias_queries)?, length("bias_keys", given.bias_keys)?];
+    problem = problem.block_mask(block_mask(given)?).bias(bias(given, &dims, covered)?);
     // -0 is 0 too.
     if given.dropout != 0.0 {
         problem = problem.dropout(Some(Dropout::new(given.dropout)?));
@@ -139,6 +140,8 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         block_mask_most_partial: given.block_mask_most_partial,
         bias: given.bias,
         bias_dims: given.bias_dims,
+        bias_queries: given.bias_queries,
+        bias_keys: given.bias_keys,
         dropout: given.dropout,
         ..Default::default()
     };
@@ -251,8 +254,9 @@ pub(crate) fn block_mask_flags(form: BlockMask) -> hattn_block_mask {
     flags.into_iter().filter(|&(has, _)| has).fold(HATTN_BLOCK_MASK_LISTS, |all, (_, flag)| all | flag)
 }
 
-/// The form of the additive bias. `None` where there is none.
-fn bias(given: &hattn_forward_problem) -> Outcome<Option<Bias>> {
+/// The form of the additive bias. `None` where there is none. `covered`: of how many queries and keys of a sequence, 0 where these
+/// are all.
+fn bias(given: &hattn_forward_problem, dims: &Dims, covered: [usize; 2]) -> Outcome<Option<Bias>> {
     const ALL: hattn_bias_dims = HATTN_BIAS_PER_BATCH | HATTN_BIAS_PER_HEAD | HATTN_BIAS_PER_QUERY;
     let has = |flag| given.bias_dims & flag != 0;
     if given.bias_dims & !ALL != 0 || (given.bias == 0 && given.bias_dims != 0) {
@@ -260,13 +264,21 @@ fn bias(given: &hattn_forward_problem) -> Outcome<Option<Bias>> {
         return Err(Failure::argument("bias_dims", given.bias_dims, allowed));
     }
     if given.bias == 0 {
+        if covered != [0; 2] {
+            return Err(Failure::argument("bias_queries and bias_keys", format!("{covered:?}"), "0, without a bias"));
+        }
         return Ok(None);
     }
     let dtype = operand_type(given.bias).filter(|dtype| *dtype != DType::E4M3);
     let allowed = "0 (none), HATTN_F16 (1), HATTN_BF16 (2), HATTN_F32 (3)";
     let form = Bias::new(dtype.ok_or_else(|| Failure::argument("bias", given.bias, allowed))?);
     let form = form.per_batch(has(HATTN_BIAS_PER_BATCH)).per_head(has(HATTN_BIAS_PER_HEAD));
-    Ok(Some(form.per_query(has(HATTN_BIAS_PER_QUERY))))
+    let form = form.per_query(has(HATTN_BIAS_PER_QUERY));
+    if covered == [0; 2] {
+        return Ok(Some(form));
+    }
+    let or = |covered: usize, all| if covered == 0 { all } else { covered };
+    Ok(Some(form.covering(or(covered[0], dims.seqlen_q), or(covered[1], dims.seqlen_kv))))
 }
 
 fn arch(given: hattn_arch) -> Outcome<Option<Arch>> {

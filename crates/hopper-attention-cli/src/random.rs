@@ -34,10 +34,16 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let options = if args.sinks { options.sinks(DType::F32) } else { options };
     let lists = args.block_mask.as_ref().map(|kind| Lists::new(kind, dims, args.seed)).transpose()?.flatten();
     let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(Lists::form));
-    let options = options.bias(args.bias.option()).dropout(args.dropout);
-    let biases = args.bias.image(dims, Mask::Full, args.seed).map(|biases| biases.values());
-    let problem = options.build()?;
-    let lengths = if packed { cuts(&problem, args.seed) } else { Packing::default() };
+    let options = options.dropout(args.dropout);
+    let lengths = if packed { cuts(dims, args.seed) } else { Packing::default() };
+    let sequences: Vec<[usize; 2]> =
+        lengths.lengths().sequences(&options.clone().build()?).map(|sides| sides.map(|rows| rows.len)).collect();
+    // A bias of packed sequences has the size of the longest.
+    let most = |side: usize| sequences.iter().map(|len| len[side]).max().unwrap_or(0);
+    let covering = packed.then(|| [most(0), most(1)]);
+    let form = args.bias.option().map(|bias| covering.map_or(bias, |[queries, keys]| bias.covering(queries, keys)));
+    let problem = options.bias(form).build()?;
+    let biases = args.bias.image_of(dims, covering, &sequences, Mask::Full, args.seed).map(|biases| biases.values());
     let backward = BackwardProblem::builder(&problem).d_lse(true).build()?.operands();
     let (dtype, forward) = (problem.dtype(), problem.operands());
     let inputs: Vec<&Operand> = inputs(&forward, args.backward.then_some(&backward)).into_values().collect();
@@ -107,8 +113,7 @@ pub fn random(args: &RandomArgs) -> Result<()> {
 }
 
 /// Cuts the rows of both sides into sequences of random lengths, the same ones where both have as many rows.
-fn cuts(problem: &ForwardProblem, seed: u64) -> Packing {
-    let dims = problem.dims();
+fn cuts(dims: Dims, seed: u64) -> Packing {
     let kind = Kind { packed: [true; 2], ..Kind::default() };
     let mut lengths = Packing::whole(kind, dims.batch, [dims.seqlen_q, dims.seqlen_kv], seed);
     if dims.seqlen_q == dims.seqlen_kv {

@@ -141,7 +141,7 @@ impl Request {
         }
         let dropout = dropout.filter(|dropout| dropout.dropped() > 0);
         let no_seed = dropout.is_some() && !input.has(state);
-        options = options.dropout(dropout).bias(bias(&input).with_context(|| format!("input {name}"))?);
+        options = options.dropout(dropout).bias(bias(&input, packed).with_context(|| format!("input {name}"))?);
         options = options.block_mask(blocks::form(&input).with_context(|| format!("input {name}"))?);
         let problem = options.build().with_context(|| format!("input {name}"))?;
         let problem = with_optional_inputs(problem, &input);
@@ -208,17 +208,19 @@ impl Request {
     }
 }
 
-/// The form of the bias of a file, from the type and the shape of the tensor. `None` where it has none.
-fn bias(input: &TensorFile) -> Result<Option<Bias>> {
+/// The form of the bias of a file, from the type and the shape of the tensor. `None` where it has none. `packed`: whether sequences
+/// are packed. Then it may have numbers for fewer rows than all together have.
+fn bias(input: &TensorFile, packed: bool) -> Result<Option<Bias>> {
     let name = Slot::Bias.name();
     if !input.has(name) {
         return Ok(None);
     }
     let (dtype, shape) = input.tensor(name)?;
-    let &[batch, heads, queries, _] = shape else {
+    let &[batch, heads, queries, keys] = shape else {
         bail!("tensor `{name}` has shape {shape:?}; allowed: {}", Slot::Bias.axes());
     };
-    Ok(Some(Bias::new(dtype).per_batch(batch != 1).per_head(heads != 1).per_query(queries != 1)))
+    let form = Bias::new(dtype).per_batch(batch != 1).per_head(heads != 1).per_query(queries != 1);
+    Ok(Some(if packed { form.covering(queries, keys) } else { form }))
 }
 
 /// The number of packed sequences in a file: one less than there are offsets.

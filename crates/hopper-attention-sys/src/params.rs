@@ -171,6 +171,11 @@ mod ffi {
         seqused_q: u64,
         /// The same for keys and values.
         seqused_kv: u64,
+        /// The most queries that a sequence may have: those after them are as those after `seqused_q`. A bias with numbers of
+        /// its own for each query has so many. Else they are `seqlen_q`.
+        most_queries: i32,
+        /// The same for keys: a bias has so many. Else they are `seqlen_kv`.
+        most_keys: i32,
         /// Device address in the workspace, a multiple of 16: the table of sequences that the launch's first kernel makes
         /// (`kernels/common/sequences.hpp`). 0: all of this is unused, and every sequence has `seqlen_q` queries and
         /// `seqlen_kv` keys.
@@ -384,7 +389,8 @@ mod ffi {
         dropout: Dropout,
         /// Additive bias `[batch, heads_q, seqlen_q, seqlen_kv]`, read (`kernels/common/bias.hpp`): it is added to the scores
         /// after the cap, in natural units. The keys of a query lie side by side. Strides are 0 where a dimension is shared.
-        /// Not with `sequences`. May be absent. The row `adds_bias`.
+        /// With `sequences` it is `[batch, heads_q, most_queries, most_keys]`, and query 0 and key 0 are a sequence's first.
+        /// May be absent. The row `adds_bias`.
         bias: TensorDesc,
         /// Element type of `bias`: F32, BF16 or F16. Not read where it is absent.
         bias_dtype: DType,
@@ -622,6 +628,8 @@ mod ffi {
         drops_packed: bool,
         /// Whether it adds a bias (`FwdParams::bias`).
         adds_bias: bool,
+        /// The same beside sequences of lengths that the device knows.
+        adds_bias_packed: bool,
     }
 
     /// One row of the quantiser's table: its kernels for one source type. Its launcher fills it at compile time.

@@ -176,7 +176,7 @@ impl<T: Poison> Prepared<T> {
                 .sinks
                 .as_ref()
                 .map(|_| Image::poisoned(Layout::contiguous([self.case.dims.heads_q]).expect("a short list"))),
-            d_bias: self.case.bias.gradient(self.case.dims, self.case.seed),
+            d_bias: self.case.bias_gradient(),
         }
     }
 

@@ -105,16 +105,32 @@ impl Bias {
     /// The numbers of a problem of these sizes. The same seed gives the same numbers on every machine. In each second seed rows lie
     /// apart.
     pub fn image(self, dims: Dims, mask: Mask, seed: u64) -> Option<BiasImage> {
+        self.image_of(dims, None, &[[dims.seqlen_q, dims.seqlen_kv]], mask, seed)
+    }
+
+    /// The same of a problem whose sequences have these numbers of queries and of keys. `covering`: those that the bias has, where
+    /// they are not those of the problem.
+    pub fn image_of(
+        self,
+        dims: Dims,
+        covering: Option<[usize; 2]>,
+        sequences: &[[usize; 2]],
+        mask: Mask,
+        seed: u64,
+    ) -> Option<BiasImage> {
         let (form, _) = self.0?;
-        let shape = shape(form, dims);
+        let shape = shape(form, dims, covering);
         let [_, _, queries, keys] = shape;
         let mut rng = StdRng::seed_from_u64(seed ^ 0x6269_6173);
-        // For each place of a row whether the mask keeps a pair of it.
+        // For each place of a row whether the mask keeps a pair of it, in any sequence.
         let kept: Vec<bool> = (0..queries * keys)
             .map(|i| {
                 let (query, key) = (i / keys.max(1), i % keys.max(1));
-                let keeps = |query| mask.keep(query, key, dims.seqlen_q, dims.seqlen_kv);
-                if form.is_per_query() { keeps(query) } else { (0..dims.seqlen_q).any(keeps) }
+                sequences.iter().any(|&[seqlen_q, seqlen_kv]| {
+                    let keeps =
+                        |query| query < seqlen_q && key < seqlen_kv && mask.keep(query, key, seqlen_q, seqlen_kv);
+                    if form.is_per_query() { keeps(query) } else { (0..seqlen_q).any(keeps) }
+                })
             })
             .collect();
         let mut row = 0;
@@ -130,10 +146,10 @@ impl Bias {
         Some(BiasImage::holding(form.dtype(), &values, layout(shape, seed)))
     }
 
-    /// Memory for the gradient, which was not written yet.
-    pub fn gradient(self, dims: Dims, seed: u64) -> Option<BiasImage> {
+    /// Memory for the gradient, which was not written yet. `covering`: as in [`image_of`](Self::image_of).
+    pub fn gradient(self, dims: Dims, covering: Option<[usize; 2]>, seed: u64) -> Option<BiasImage> {
         let (form, _) = self.0?;
-        Some(BiasImage::poisoned(form.dtype(), layout(shape(form, dims), seed / 2)))
+        Some(BiasImage::poisoned(form.dtype(), layout(shape(form, dims, covering), seed / 2)))
     }
 }
 
@@ -142,10 +158,11 @@ fn form(dtype: DType, bits: u8) -> hopper_attention::Bias {
     form.per_head(bits & 2 != 0).per_query(bits & 4 != 0)
 }
 
-fn shape(form: hopper_attention::Bias, dims: Dims) -> [usize; 4] {
+fn shape(form: hopper_attention::Bias, dims: Dims, covering: Option<[usize; 2]>) -> [usize; 4] {
     let of = |own, size| if own { size } else { 1 };
     let (batch, heads) = (of(form.is_per_batch(), dims.batch), of(form.is_per_head(), dims.heads_q));
-    [batch, heads, of(form.is_per_query(), dims.seqlen_q), dims.seqlen_kv]
+    let [queries, keys] = covering.unwrap_or([dims.seqlen_q, dims.seqlen_kv]);
+    [batch, heads, of(form.is_per_query(), queries), keys]
 }
 
 /// Rows that follow each other, or that lie apart, with the heads outside of the batch entries.

@@ -124,7 +124,29 @@ impl Case {
 
     /// The numbers of the bias, where there is one.
     pub fn biases(&self) -> Option<BiasImage> {
-        self.bias.image(self.dims, self.mask, self.seed)
+        self.bias.image_of(self.dims, self.covering(), &self.sequences(), self.mask, self.seed)
+    }
+
+    /// Memory for the gradient of the bias, where there is one.
+    pub fn bias_gradient(&self) -> Option<BiasImage> {
+        self.bias.gradient(self.dims, self.covering(), self.seed)
+    }
+
+    /// How many queries and keys each sequence has.
+    fn sequences(&self) -> Vec<[usize; 2]> {
+        let options = self.packing.options(ForwardProblem::builder(DType::F32, self.dims));
+        let problem = options.build().expect("legal sizes");
+        self.packing.lengths().sequences(&problem).map(|sides| sides.map(|rows| rows.len)).collect()
+    }
+
+    /// How many queries and keys the bias has numbers for, where sequences are packed: as many as the longest has, or a few more.
+    fn covering(&self) -> Option<[usize; 2]> {
+        let packed = [&self.packing.cu_seqlens_q, &self.packing.cu_seqlens_kv].map(Option::is_some);
+        let dense = [self.dims.seqlen_q, self.dims.seqlen_kv];
+        let more = [self.seed % 3, self.seed / 3 % 9].map(|more| more as usize);
+        let most = self.sequences().into_iter().fold([0; 2], |most, len| [0, 1].map(|side| len[side].max(most[side])));
+        let of_side = |side: usize| if packed[side] { most[side] + more[side] } else { dense[side] };
+        packed.contains(&true).then(|| [0, 1].map(of_side))
     }
 
     /// The same with dropout.
@@ -157,7 +179,12 @@ impl Case {
             Some(slopes) => options.alibi(slopes),
             None => options,
         };
-        let options = options.block_mask(self.block_lists().map(|lists| lists.mask)).bias(self.bias.option());
+        let covering = |bias: hopper_attention::Bias| match self.covering() {
+            Some([queries, keys]) => bias.covering(queries, keys),
+            None => bias,
+        };
+        let options = options.block_mask(self.block_lists().map(|lists| lists.mask));
+        let options = options.bias(self.bias.option().map(covering));
         let options = options.dropout(dropout::option(self.dropout));
         let options = match self.sinks.dtype(self.seed) {
             Some(dtype) => options.sinks(dtype),

@@ -175,8 +175,7 @@ impl Fuzz {
         })
     }
 
-    /// Gives all problems an additive bias of this kind in place of the drawn one. Problems with e4m3 operands, packed sequences or used
-    /// lengths have none. GPUs refuse a problem with one.
+    /// Gives all problems an additive bias of this kind in place of the drawn one. Problems with e4m3 operands have none.
     #[must_use]
     pub fn bias(self, bias: Bias) -> Self {
         self.with(move |case| *case = biased(case.clone(), bias))
@@ -338,7 +337,7 @@ mod tests {
             || both(&passes, &passes)
             || both(&["fp8"], &["alibi", "max_logits", "bias", "dropout"])
             || both(&["backward"], &["max_logits"])
-            || both(&["blocks", "bias"], &["packed", "used lengths"])
+            || both(&["blocks"], &["packed", "used lengths"])
             || for_gpu && both(&["blocks"], &["bias"])
     }
 
@@ -389,7 +388,7 @@ mod tests {
             let mut fuzz = Fuzz::new(5, false).bias(bias);
             let mut with = 0;
             for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
-                let takes = !matches!(problem.pass, Pass::Fp8 | Pass::Quantize) && problem.case.packing.is_none();
+                let takes = !matches!(problem.pass, Pass::Fp8 | Pass::Quantize);
                 let has = problem.forward().bias().is_some();
                 assert_eq!(has, takes && !bias.is_none(), "{problem}");
                 with += usize::from(has);

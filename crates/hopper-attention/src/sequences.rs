@@ -147,10 +147,10 @@ impl<'a> Lengths<'a> {
         if let Some(offsets) = offsets {
             check_offsets(of_offsets.name(), offsets, side.rows(problem))?;
         }
-        match used {
-            Some(used) => check_used(of_used.name(), used, offsets, side.rows(problem)),
-            None => Ok(()),
+        if let Some(used) = used {
+            check_used(of_used.name(), used, offsets, side.rows(problem))?;
         }
+        check_covered(problem, side, self.of(side))
     }
 
     /// The rows of one side, one item for each sequence, by the rule of [`clamp_sequences`].
@@ -164,7 +164,8 @@ impl<'a> Lengths<'a> {
         let packed = offsets.map(|offsets| clamp_sequences(offsets, used, rows));
         let padded = move |sequence| SequenceRows::padded(sequence, clamped_length(used, sequence, rows));
         let padded = (0..if packed.is_some() { 0 } else { batch }).map(padded);
-        packed.into_iter().flatten().chain(padded)
+        let most = problem.most_rows(side);
+        packed.into_iter().flatten().chain(padded).map(move |rows| SequenceRows { len: rows.len.min(most), ..rows })
     }
 
     /// The rows of both sides, one item for each sequence: those of Q and O, and those of K and V.
@@ -180,6 +181,26 @@ impl<'a> Lengths<'a> {
             Side::Kv => (self.cu_seqlens_kv, self.seqused_kv),
         }
     }
+}
+
+/// Refuses sequences that are longer than the problem's bias. Of offsets and used lengths, those that are not known are `None`.
+pub(crate) fn check_covered(
+    problem: &ForwardProblem,
+    side: Side,
+    (offsets, used): (Option<&[i32]>, Option<&[i32]>),
+) -> Result<()> {
+    let most = problem.most_rows(side);
+    for (i, pair) in offsets.unwrap_or_default().windows(2).enumerate() {
+        let of_used = used.and_then(|used| used.get(i)).copied().unwrap_or(i32::MAX);
+        let len = usize::try_from(pair[1].saturating_sub(pair[0]).min(of_used)).unwrap_or(0);
+        if len > most {
+            let [slot, _] = side.slots();
+            let (got, allowed) =
+                (format!("{len} rows at {i}"), format!("at most {most}, which the bias has numbers for"));
+            return Err(Error::Value { what: slot.name(), got, allowed });
+        }
+    }
+    Ok(())
 }
 
 /// Refuses offsets that decrease, or that are not within 0 to `rows`.

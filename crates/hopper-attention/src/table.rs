@@ -34,7 +34,8 @@ pub struct KernelInfo {
     pub(crate) packs: bool,
     /// Whether the kernel takes dropout: of whole tensors, and where the device knows the lengths of sequences.
     pub(crate) drops: [bool; 2],
-    pub(crate) adds_bias: bool,
+    /// Whether it adds a bias, likewise.
+    pub(crate) adds_bias: [bool; 2],
     pub(crate) modifiers: Modifiers,
 }
 
@@ -128,9 +129,10 @@ impl KernelInfo {
         self.drops[usize::from(packed)]
     }
 
-    /// Whether it takes an additive [`bias`](crate::ForwardProblemBuilder::bias).
-    pub fn adds_bias(&self) -> bool {
-        self.adds_bias
+    /// Whether it takes an additive [`bias`](crate::ForwardProblemBuilder::bias): beside packed sequences and used lengths, if
+    /// `packed`, and else without them.
+    pub fn adds_bias(&self, packed: bool) -> bool {
+        self.adds_bias[usize::from(packed)]
     }
 
     /// Whether the kernel takes *modified* problems: those with a [`softcap`](crate::ForwardProblemBuilder::softcap) or
@@ -187,7 +189,7 @@ impl KernelInfo {
             most_shares: count(info.most_shares)?,
             packs: info.packs,
             drops: [info.drops, info.drops_packed],
-            adds_bias: info.adds_bias,
+            adds_bias: [info.adds_bias, info.adds_bias_packed],
             modifiers: sys::modifiers(info.modifiers)?,
         })
     }
@@ -327,7 +329,7 @@ pub(crate) mod tests {
         most_shares: 1,
         packs: false,
         drops: [false; 2],
-        adds_bias: false,
+        adds_bias: [false; 2],
         modifiers: Modifiers::Either,
     };
 

@@ -3,13 +3,14 @@
 
 use hopper_attention::reference::{self, BackwardExpected, BackwardPlain, Expected, Modifiers, Tensor};
 use hopper_attention::{
-    AlibiSlopes, Args, BackwardProblem, Bias, Corner, DType, Device, Dims, Element, Error, Float, ForwardProblem,
-    ForwardProblemBuilder, Layout, Lengths, Mask, OutputOf, Slot, Stream, TensorRef, bf16, f16,
+    AlibiSlopes, Args, BackwardProblem, Bias, Corner, DType, Device, Dims, Element, Float, ForwardArgs, ForwardProblem,
+    ForwardProblemBuilder, Layout, Lengths, Mask, OutputOf, SequenceOffsets, SequenceRows, Slot, Stream, TensorRef,
+    UsedLengths, bf16, f16,
 };
 
 mod common;
 
-use common::{DIMS, into, of, values, wide, widened, workspace};
+use common::{DIMS, into, of, read, values, wide, widened, workspace, write};
 
 const HIDDEN: f32 = f32::NEG_INFINITY;
 
@@ -534,10 +535,217 @@ fn refusals() {
     let plain = forward.to_builder().bias(None).build().unwrap();
     let text = refused(&plain, &|args| args.read(Slot::Bias, of(&HALVES, [1, 3, 1, 7])));
     assert_eq!(text, "bias: given; allowed: none, since the problem was made without bias");
-    assert!(matches!(
-        ForwardProblem::builder(DType::BF16, dims).packed(true).bias(Some(form)).build(),
-        Err(Error::Unsupported { .. })
-    ));
+}
+
+/// Three sequences. The last has no keys.
+const OFFSETS: [[i32; 4]; 2] = [[1, 6, 40, 43], [0, 20, 71, 71]];
+/// How many of their rows are used, where that is asked for.
+const USED: [[i32; 3]; 2] = [[5, 30, 2], [11, 51, 0]];
+
+/// A problem of these sequences, and the same with used lengths: packed, and each side dense.
+fn of_sequences(bias: Bias, packed: [bool; 2], used: bool) -> ForwardProblem {
+    let rows = |side: usize| if packed[side] { 75 } else { 53 };
+    let dims = Dims::new(3, rows(0), 4, 16).with_seqlen_kv(rows(1)).with_heads_kv(2);
+    let covered = |side: usize| if packed[side] { [37, 54][side] } else { 53 };
+    let options = options(DType::F32, dims, Mask::causal()).max_logits(false).sinks(DType::F32).softcap(2.0);
+    let options =
+        options.packed_q(packed[0]).packed_kv(packed[1]).used_q(used || !packed[0]).used_kv(used || !packed[1]);
+    options.bias(Some(bias.covering(covered(0), covered(1)))).build().unwrap()
+}
+
+/// A sequence has the bits of a problem of its own, with its part of the bias, and the gradient of the bias is the sum of theirs.
+#[test]
+fn sequences_have_their_part_of_a_bias() {
+    for ((bias, packed), used) in forms(DType::F32)
+        .flat_map(|bias| [[true, true], [true, false], [false, true], [false, false]].map(|packed| (bias, packed)))
+        .flat_map(|of| [(of, false), (of, true)])
+    {
+        let forward = of_sequences(bias, packed, used);
+        let lists = [0, 1].map(|side| (packed[side].then_some(OFFSETS[side]), USED[side]));
+        let lengths = Lengths {
+            cu_seqlens_q: lists[0].0.as_ref().map(|list| &list[..]),
+            cu_seqlens_kv: lists[1].0.as_ref().map(|list| &list[..]),
+            seqused_q: (used || !packed[0]).then_some(&lists[0].1[..]),
+            seqused_kv: (used || !packed[1]).then_some(&lists[1].1[..]),
+        };
+        let all = Packed::new(forward.clone(), &lengths);
+        let mut sums = vec![0.0_f32; all.d_bias.len()];
+        for [q, kv] in lengths.sequences(&forward) {
+            // The sequence alone.
+            let [batch, heads, queries, keys] = forward.bias_shape();
+            let dims = forward.dims().with_batch(1).with_seqlen_q(q.len).with_seqlen_kv(kv.len);
+            let options = options(DType::F32, dims, Mask::causal()).max_logits(false).sinks(DType::F32).softcap(2.0);
+            let alone = options.bias(Some(bias.per_batch(false))).build().unwrap();
+            let [_, own_heads, own_queries, _] = alone.bias_shape();
+            let places: Vec<usize> = (0..own_heads * own_queries)
+                .flat_map(|i| {
+                    let sequence = if batch == 1 { 0 } else { q.sequence };
+                    let row = (sequence * heads + i / own_queries) * queries + i % own_queries;
+                    row * keys..row * keys + kv.len
+                })
+                .collect();
+            let cut = |slot: usize, rows: SequenceRows, heads: usize| -> Vec<f32> {
+                let (shape, data) = (all.shapes[slot], &all.tensors[slot]);
+                let of_row = heads * 16;
+                let first = (rows.batch * shape[1] + rows.begin) * of_row;
+                data[first..first + rows.len * of_row].to_vec()
+            };
+            let inputs = [cut(0, q, 4), cut(1, kv, 2), cut(2, kv, 2), cut(3, q, 4)];
+            let d_lse = all.of_rows(&all.d_lse, q);
+            let own = places.iter().map(|&at| all.bias[at]).collect();
+            let one = Packed::run(alone, &Lengths::default(), inputs, own, d_lse, all.sinks.clone());
+            assert!(bits(&all.of_rows(&all.lse, q)) == bits(&one.lse), "{forward}: LSE of {q:?}");
+            for (slot, rows, heads) in [(4, q, 4), (5, q, 4), (6, kv, 2), (7, kv, 2)] {
+                assert!(
+                    bits(&cut(slot, rows, heads)) == bits(&one.tensors[slot]),
+                    "{forward}: tensor {slot} of {rows:?}"
+                );
+            }
+            places.iter().zip(&one.d_bias).for_each(|(&at, x)| sums[at] += x);
+        }
+        for (i, (got, sum)) in all.d_bias.iter().zip(&sums).enumerate() {
+            assert!((got - sum).abs() < 1e-5, "{forward}: dBias {i}: {got}, {sum}");
+        }
+        all.check(&lengths);
+    }
+}
+
+/// Both passes of a problem of several sequences. Tensors are Q, K, V, dO, O, dQ, dK and dV.
+struct Packed {
+    problem: BackwardProblem,
+    shapes: [[usize; 4]; 8],
+    tensors: Vec<Vec<f32>>,
+    bias: Vec<f32>,
+    sinks: Vec<f32>,
+    lse: Vec<f32>,
+    d_lse: Vec<f32>,
+    d_bias: Vec<f32>,
+}
+
+impl Packed {
+    fn new(forward: ForwardProblem, lengths: &Lengths<'_>) -> Self {
+        let count = |shape: [usize; 4]| shape.iter().product();
+        let shapes = [forward.q_shape(), forward.k_shape(), forward.v_shape(), forward.o_shape()];
+        let inputs = [0, 1, 2, 3].map(|i| values(count(shapes[i]), 20 + i as u32));
+        let bias = some_hidden(forward.bias_shape());
+        let d_lse = values(forward.lse_shape().iter().product(), 30);
+        Self::run(forward, lengths, inputs, bias, d_lse, values(4, 31))
+    }
+
+    fn run(
+        forward: ForwardProblem,
+        lengths: &Lengths<'_>,
+        inputs: [Vec<f32>; 4],
+        bias: Vec<f32>,
+        d_lse: Vec<f32>,
+        sinks: Vec<f32>,
+    ) -> Self {
+        let problem = BackwardProblem::builder(&forward).d_lse(true).d_bias(true).build().unwrap();
+        let [q, k, v, d_o] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape(), problem.d_o_shape()];
+        let shapes = [q, k, v, d_o, forward.o_shape(), q, k, v];
+        let mut tensors: Vec<Vec<f32>> = inputs.into();
+        tensors.extend(shapes[4..].iter().map(|shape| vec![0.0; shape.iter().product()]));
+        let (lse, d_bias) = (vec![0.0; d_lse.len()], vec![f32::NAN; bias.len()]);
+        let mut all = Self { problem, shapes, tensors, bias, sinks, lse, d_lse, d_bias };
+        all.passes(&forward, lengths);
+        all
+    }
+
+    fn passes(&mut self, forward: &ForwardProblem, lengths: &Lengths<'_>) {
+        let Self { problem, tensors, bias, sinks, lse, d_lse, d_bias, .. } = self;
+        let (inputs, outputs) = tensors.split_at_mut(4);
+        let (o, gradients) = outputs.split_at_mut(1);
+        let lists = [
+            (Slot::CuSeqlensQ, lengths.cu_seqlens_q),
+            (Slot::CuSeqlensKv, lengths.cu_seqlens_kv),
+            (Slot::SequsedQ, lengths.seqused_q),
+            (Slot::SequsedKv, lengths.seqused_kv),
+        ];
+        let operands = problem.operands();
+        let shape = |slot| operands.find(slot).unwrap().shape();
+        let args = || {
+            let args = lists
+                .iter()
+                .filter_map(|(slot, list)| Some((*slot, (*list)?)))
+                .fold(Args::new(), |args, (slot, list)| args.read(slot, of(list, [list.len()])));
+            let numbered = [Slot::Q, Slot::K, Slot::V].into_iter().zip(&*inputs);
+            let args = numbered.fold(args, |args, (slot, data)| read(args, slot, data, shape(slot)));
+            read(args, Slot::Bias, bias, shape(Slot::Bias))
+        };
+        let of_forward = write(args(), Slot::O, &mut o[0], shape(Slot::O));
+        let of_forward = write(of_forward, Slot::Lse, lse, shape(Slot::Lse)).read(Slot::Sinks, of(&sinks[..], [4]));
+        forward.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut workspace(), of_forward).unwrap();
+        let of_backward = [(Slot::O, &o[0]), (Slot::Lse, &*lse), (Slot::DO, &inputs[3]), (Slot::DLse, &*d_lse)]
+            .into_iter()
+            .fold(args(), |args, (slot, data)| read(args, slot, data, shape(slot)));
+        let of_backward = [Slot::DQ, Slot::DK, Slot::DV]
+            .into_iter()
+            .zip(gradients)
+            .fold(of_backward, |args, (slot, data)| write(args, slot, data, shape(slot)));
+        let of_backward = write(of_backward, Slot::DBias, d_bias, shape(Slot::DBias));
+        problem.plan(&Device::cpu()).unwrap().run(&Stream::Cpu, &mut workspace(), of_backward).unwrap();
+    }
+
+    /// A sequence's part of a list `[batch, heads_q, seqlen_q]`.
+    fn of_rows(&self, list: &[f32], rows: SequenceRows) -> Vec<f32> {
+        let [_, heads, seqlen] = self.problem.forward().lse_shape();
+        let of_head = |head: usize| {
+            let first = (rows.batch * heads + head) * seqlen + rows.begin;
+            list[first..first + rows.len].to_vec()
+        };
+        (0..heads).flat_map(of_head).collect()
+    }
+
+    /// Against the oracle.
+    fn check(&self, lengths: &Lengths<'_>) {
+        let wide = |i: usize| wide(&self.tensors[i], self.shapes[i]);
+        let (bias, sinks, d_lse) = (widened(&self.bias), widened(&self.sinks), widened(&self.d_lse));
+        let modifiers = Modifiers { bias: Some(&bias), sinks: Some(&sinks), ..Modifiers::default() };
+        let forward = self.problem.forward();
+        let [q, k, v, d_o] = [wide(0), wide(1), wide(2), wide(3)];
+        let expected = Expected::with(forward, lengths, [&q, &k, &v], modifiers, 1.0, None).unwrap();
+        let report = expected.check(&wide(4), Some(&widened(&self.lse))).unwrap();
+        assert!(report.passed(), "{forward}: {report}");
+        let inputs = [&q, &k, &v, &d_o];
+        let expected = BackwardExpected::with(&self.problem, lengths, inputs, Some(&d_lse), modifiers, None).unwrap();
+        let (d_sinks, d_bias) = (vec![], widened(&self.d_bias));
+        let got = BackwardPlain { d_q: wide(5), d_k: wide(6), d_v: wide(7), d_sinks, d_bias };
+        let report = expected.check_all(&got).unwrap();
+        assert!(report.passed() && report.d_bias.is_some(), "{}: {report}", self.problem);
+    }
+}
+
+/// Sequences that are longer than the bias are refused, by the name of the offsets, where the numbers are known.
+#[test]
+fn sequences_longer_than_the_bias() {
+    let stream = Stream::Cpu;
+    let offsets = [0, 1].map(|side| SequenceOffsets::new(&stream, &OFFSETS[side]).unwrap());
+    let used = [0, 1].map(|side| UsedLengths::new(&stream, &USED[side]).unwrap());
+    let dims = Dims::new(3, 75, 2, 8).with_seqlen_kv(75);
+    let run = |bias: Bias, covered: [usize; 2], with_used: bool| {
+        let options = ForwardProblem::builder(DType::F32, dims).packed(true).used_q(with_used).used_kv(with_used);
+        let problem = options.bias(Some(bias.covering(covered[0], covered[1]))).build().unwrap();
+        let inputs: [Vec<f32>; 3] = [1, 2, 3].map(|seed| values(75 * 2 * 8, seed));
+        let bias: Vec<f32> = values(problem.bias_shape().iter().product(), 4);
+        let mut o = vec![0.0f32; 75 * 2 * 8];
+        let shape = [75, 2, 8];
+        let [q, k, v] = &inputs;
+        let args = ForwardArgs::packed(of(q, shape), of(k, shape), of(v, shape), into(&mut o, shape));
+        let args = args.bias(of(&bias, problem.bias_shape())).cu_seqlens_q(&offsets[0]).cu_seqlens_kv(&offsets[1]);
+        let args = if with_used { args.seqused_q(&used[0]).seqused_kv(&used[1]) } else { args };
+        problem.plan(&Device::cpu()).unwrap().run(&stream, &mut workspace(), args).map_err(|error| error.to_string())
+    };
+    let form = Bias::new(DType::F32).per_query(true);
+    let refused = |what: &str, most: usize, len: usize| {
+        Err(format!("{what}: {len} rows at 1; allowed: at most {most}, which the bias has numbers for"))
+    };
+    assert_eq!(run(form, [34, 51], false), Ok(()));
+    assert_eq!(run(form, [33, 51], false), refused("cu_seqlens_q", 33, 34));
+    assert_eq!(run(form, [34, 50], false), refused("cu_seqlens_kv", 50, 51));
+    // Queries that share their numbers, and used lengths that are short enough.
+    assert_eq!(run(form.per_query(false), [0, 51], false), Ok(()));
+    assert_eq!(run(form, [30, 51], true), Ok(()));
+    assert_eq!(run(form, [29, 51], true), refused("cu_seqlens_q", 29, 30));
 }
 
 /// A gradient that batches share is 0 where there is no batch, and no query.

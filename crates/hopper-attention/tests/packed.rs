@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 mod common;
 
-use common::{dense, masks, values};
+use common::{dense, masks, read, values, write};
 
 /// What outputs hold before a run. No result is this number.
 const UNWRITTEN: f32 = -1024.0;
@@ -154,24 +154,6 @@ impl<T: Float + OutputOf<T>> Memory<T> {
             data[first..first + rows.len].iter().copied()
         };
         (0..dims.heads_q).flat_map(of_head).collect()
-    }
-}
-
-fn read<'a, T: hopper_attention::Element>(args: Args<'a>, slot: Slot, data: &'a [T], shape: &[usize]) -> Args<'a> {
-    match *shape {
-        [a, b] => args.read(slot, TensorRef::host(data, dense([a, b])).unwrap()),
-        [a, b, c] => args.read(slot, TensorRef::host(data, dense([a, b, c])).unwrap()),
-        [a, b, c, d] => args.read(slot, TensorRef::host(data, dense([a, b, c, d])).unwrap()),
-        _ => unreachable!("{shape:?}"),
-    }
-}
-
-fn write<'a, T: hopper_attention::Element>(args: Args<'a>, slot: Slot, data: &'a mut [T], shape: &[usize]) -> Args<'a> {
-    match *shape {
-        [a, b] => args.write(slot, TensorMut::host(data, dense([a, b])).unwrap()),
-        [a, b, c] => args.write(slot, TensorMut::host(data, dense([a, b, c])).unwrap()),
-        [a, b, c, d] => args.write(slot, TensorMut::host(data, dense([a, b, c, d])).unwrap()),
-        _ => unreachable!("{shape:?}"),
     }
 }
 

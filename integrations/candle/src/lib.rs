@@ -156,7 +156,7 @@ pub fn attention_with_alibi(
 /// `bias` is `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`, in f32, bf16 or f16, whatever the type of Q, K
 /// and V. A dimension of 1 is shared. A bias of -inf hides its pair as a mask does, and a query whose pairs are all
 /// hidden has the output 0. Nothing is copied: the innermost stride must be 1, and the other strides are free.
-/// [`hopper_attention::Bias`] says more.
+/// [`hopper_attention::Bias`] says more. Packed sequences have [`attention_varlen_with_bias`].
 ///
 /// candle's autograd can compute gradients through O, also that of the bias, in its shape and type. It is summed over
 /// the shared dimensions in a fixed order, so that it repeats.
@@ -177,7 +177,7 @@ pub fn attention_with_alibi(
 ///
 /// # Errors
 /// As [`attention`]. Also: the bias has another shape or type, is on another device than Q, K and V, or has another
-/// innermost stride than 1. On a GPU: always.
+/// innermost stride than 1.
 pub fn attention_with_bias(q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor, options: &Options) -> Result<Tensor> {
     attention_with(q, k, v, Modifiers::new().bias(bias), options)
 }
@@ -244,7 +244,7 @@ fn attend(
         blocks::check(blocks, q)?;
     }
     if let Some(bias) = bias {
-        modifiers::check_bias(bias, q, k)?;
+        modifiers::check_bias(bias, q, k, packing.as_ref())?;
     }
     let sinks = sinks.map(|sinks| modifiers::sinks(sinks, q)).transpose()?;
     let slopes = slopes.map(|slopes| alibi::slopes(slopes, q)).transpose()?;
@@ -297,7 +297,66 @@ pub fn attention_varlen(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, Modifiers::new(), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attention_varlen_with(q, k, v, Modifiers::new(), seqlens_q, seqlens_kv, options)
+}
+
+/// As [`attention_varlen`], with an additive bias: see [`attention_with_bias`].
+///
+/// `bias` is `[1 or batch, 1 or heads_q, 1 or queries, keys]`, where `batch` is the number of sequences. Query 0 and key 0
+/// of the bias are the first of each sequence. `queries` and `keys` are at least the lengths of the longest sequence. So one
+/// bias for all sequences, such as T5's, is `[1, heads_q, longest, longest]`. Where `queries` is 1, all queries share their
+/// numbers, and a sequence may have any number of queries.
+///
+/// Offsets on a GPU are not looked at. A sequence that is longer than the bias then ends where the bias ends: its other
+/// rows are 0 in O and in gradients.
+///
+/// candle's autograd can compute gradients through O, also that of the bias, in its shape and type. It is summed over
+/// the sequences that share the bias. Numbers that no sequence uses have the gradient 0.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use hopper_attention_candle::{Mask, Options, attention_varlen_with_bias};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let qkv = Tensor::randn(0f32, 1.0, (8, 2, 64), &Device::Cpu)?;
+/// let seqlens = Tensor::new(&[0u32, 3, 8], &Device::Cpu)?; // 3 rows, and 5 rows
+/// let bias = Var::zeros((1, 2, 5, 5), DType::F32, &Device::Cpu)?; // one for both sequences
+/// let options = Options::new().mask(Mask::causal());
+/// let o = attention_varlen_with_bias(&qkv, &qkv, &qkv, &bias, &seqlens, &seqlens, &options)?;
+/// assert_eq!(o.sum_all()?.backward()?.get(&bias).unwrap().dims(), [1, 2, 5, 5]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`attention_varlen`], and as [`attention_with_bias`] for the bias. With offsets in host memory also: a sequence has more
+/// queries or keys than the bias. The error names the offsets.
+pub fn attention_varlen_with_bias(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    bias: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_kv: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    attention_varlen_with(q, k, v, Modifiers::new().bias(bias), seqlens_q, seqlens_kv, options)
+}
+
+/// As [`attention_varlen`], with any of a bias, sinks and ALiBi together.
+///
+/// # Errors
+/// As [`attention_varlen_with_bias`], [`attention_varlen_with_sinks`] and [`attention_varlen_with_alibi`] for what is
+/// given. A block-sparse mask is refused. On a GPU also: there is no kernel for what is given together.
+pub fn attention_varlen_with(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    modifiers: Modifiers<'_>,
+    seqlens_q: &Tensor,
+    seqlens_kv: &Tensor,
+    options: &Options,
+) -> Result<Tensor> {
+    attend(q, k, v, modifiers, Some(packed(q, seqlens_q, seqlens_kv)?), options)
 }
 
 /// As [`attention_varlen`], with linear biases: see [`attention_with_alibi`]. Distances are those of each sequence, and slopes
@@ -314,7 +373,7 @@ pub fn attention_varlen_with_alibi(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, Modifiers::new().alibi_slopes(alibi_slopes), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attention_varlen_with(q, k, v, Modifiers::new().alibi_slopes(alibi_slopes), seqlens_q, seqlens_kv, options)
 }
 
 /// As [`attention_varlen`], with a sink for each query head, which all sequences share: see [`attention_with_sinks`].
@@ -332,7 +391,7 @@ pub fn attention_varlen_with_sinks(
     seqlens_kv: &Tensor,
     options: &Options,
 ) -> Result<Tensor> {
-    attend(q, k, v, Modifiers::new().sinks(sinks), Some(packed(q, seqlens_q, seqlens_kv)?), options)
+    attention_varlen_with(q, k, v, Modifiers::new().sinks(sinks), seqlens_q, seqlens_kv, options)
 }
 
 fn packed(q: &Tensor, seqlens_q: &Tensor, seqlens_kv: &Tensor) -> Result<Packing> {

@@ -5,8 +5,10 @@ use hopper_attention::Error;
 
 use crate::blocks::BlockLists;
 use crate::error::refusal;
+use crate::offsets::Packing;
 
-/// Tensors that change the scores or the softmax of [`attention_with`](crate::attention_with), alone or together.
+/// Tensors that change the scores or the softmax of [`attention_with`](crate::attention_with) and of
+/// [`attention_varlen_with`](crate::attention_varlen_with), alone or together.
 ///
 /// A score is scaled and capped, then the bias is added and ALiBi's term subtracted, then masks hide it. The sink of
 /// the head joins in the softmax.
@@ -39,7 +41,8 @@ impl<'a> Modifiers<'a> {
         Self::default()
     }
 
-    /// An additive bias: see [`attention_with_bias`](crate::attention_with_bias).
+    /// An additive bias: see [`attention_with_bias`](crate::attention_with_bias), and for packed sequences
+    /// [`attention_varlen_with_bias`](crate::attention_varlen_with_bias).
     pub fn bias(self, bias: &'a Tensor) -> Self {
         Self { bias: Some(bias), ..self }
     }
@@ -54,7 +57,7 @@ impl<'a> Modifiers<'a> {
         Self { slopes: Some(alibi_slopes), ..self }
     }
 
-    /// A block-sparse mask: see [`attention_with_blocks`](crate::attention_with_blocks).
+    /// A block-sparse mask: see [`attention_with_blocks`](crate::attention_with_blocks). Packed sequences take none.
     pub fn blocks(self, blocks: &'a BlockLists) -> Self {
         Self { blocks: Some(blocks), ..self }
     }
@@ -73,29 +76,37 @@ pub fn sinks(sinks: &Tensor, like: &Tensor) -> Result<Tensor> {
     sinks.contiguous()
 }
 
-/// Refuses a bias that does not go with Q and K.
+/// Refuses a bias that does not go with Q, K and the sequences that are packed. A run refuses sequences that are longer
+/// than the bias.
 ///
 /// # Errors
 /// The bias has another shape or type, or is on another device than Q.
-pub fn check_bias(bias: &Tensor, q: &Tensor, k: &Tensor) -> Result<()> {
+pub fn check_bias(bias: &Tensor, q: &Tensor, k: &Tensor, packing: Option<&Packing>) -> Result<()> {
     let refuse = |got: String, allowed: String| Err(refusal(Error::Value { what: "bias", got, allowed }));
     if !matches!(bias.dtype(), DType::F32 | DType::BF16 | DType::F16) {
         return refuse(format!("dtype {:?}", bias.dtype()).to_lowercase(), "f32, bf16, f16".into());
     }
     let &[batch, heads, queries, keys] = bias.dims() else {
         let got = format!("{} dimensions, {:?}", bias.dims().len(), bias.dims());
-        return refuse(got, "4, [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]".into());
+        let sizes = packing.map_or("1 or seqlen_q, seqlen_kv", |_| "1 or queries, keys");
+        return refuse(got, format!("4, [1 or batch, 1 or heads_q, {sizes}]"));
     };
     on_one_device("bias", bias, q)?;
+    let fits = |got: usize, size: usize| got == 1 || got == size;
     // The problem refuses a Q or a K with another number of dimensions.
-    if let (&[of_batch, seqlen_q, heads_q, _], &[_, seqlen_kv, ..]) = (q.dims(), k.dims()) {
-        let fits = |got: usize, size: usize| got == 1 || got == size;
-        if !(fits(batch, of_batch) && fits(heads, heads_q) && fits(queries, seqlen_q) && keys == seqlen_kv) {
-            let allowed = format!("[1 or {of_batch}, 1 or {heads_q}, 1 or {seqlen_q}, {seqlen_kv}]");
-            return refuse(format!("shape {:?}", bias.dims()), allowed);
+    let (fits, allowed) = match (packing, q.dims(), k.dims()) {
+        (None, &[of_batch, seqlen_q, heads_q, _], &[_, seqlen_kv, ..]) => (
+            fits(batch, of_batch) && fits(heads, heads_q) && fits(queries, seqlen_q) && keys == seqlen_kv,
+            format!("[1 or {of_batch}, 1 or {heads_q}, 1 or {seqlen_q}, {seqlen_kv}]"),
+        ),
+        (Some(packing), &[.., heads_q, _], _) => {
+            let sequences = packing.sequences();
+            let allowed = format!("[1 or {sequences} (sequences), 1 or {heads_q}, 1 or queries, keys]");
+            (fits(batch, sequences) && fits(heads, heads_q), allowed)
         }
-    }
-    Ok(())
+        _ => return Ok(()),
+    };
+    if fits { Ok(()) } else { refuse(format!("shape {:?}", bias.dims()), allowed) }
 }
 
 /// Refuses a tensor on another device than `like`.

@@ -106,7 +106,7 @@ impl<'a> Given<'a> {
         Ok(Beside {
             sinks: sinks.map(Tensor::dtype),
             alibi: slopes.map(alibi::option),
-            bias: bias.map(bias_form).transpose()?,
+            bias: bias.map(|bias| bias_form(bias, self.lists.packing)).transpose()?,
             blocks: self.lists.blocks.map(BlockLists::option),
         })
     }

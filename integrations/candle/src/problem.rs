@@ -197,11 +197,12 @@ fn our_dtype(what: &'static str, dtype: DType) -> Result<hopper_attention::DType
     }
 }
 
-/// The form of a bias `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`. Where a size is 1 on both sides, both
-/// forms have one shape.
-pub(crate) fn bias_form(bias: &Tensor) -> Result<Bias> {
-    let own = |axis: usize| bias.dims().get(axis) != Some(&1);
-    Ok(Bias::new(our_dtype("bias", bias.dtype())?).per_batch(own(0)).per_head(own(1)).per_query(own(2)))
+/// The form of a bias `[1 or batch, 1 or heads_q, 1 or queries, keys]`. Where a size is 1 on both sides, both forms have
+/// one shape. A bias of dense tensors has all their queries and keys. With packed sequences it says how many it has.
+pub(crate) fn bias_form(bias: &Tensor, packing: Option<&Packing>) -> Result<Bias> {
+    let (dtype, (batch, heads, queries, keys)) = (our_dtype("bias", bias.dtype())?, bias.dims4()?);
+    let form = Bias::new(dtype).per_batch(batch != 1).per_head(heads != 1).per_query(queries != 1);
+    Ok(if packing.is_some() { form.covering(queries, keys) } else { form })
 }
 
 /// The sizes `[batch, seqlen, heads, head_dim]` of a tensor. A packed one has all rows as `seqlen`, and no dimension `batch`.

@@ -6,6 +6,7 @@ pub mod gradients;
 pub mod language;
 pub mod minilm;
 pub mod own;
+pub mod packed_bias;
 pub mod sinks;
 pub mod varlen;
 

@@ -6,9 +6,33 @@ use hopper_attention_candle::{Mask, Options, attention, attention_varlen};
 use crate::difference;
 
 /// Where sequences begin. One has no queries, one has no keys, and rows at both ends belong to none.
-const OFFSETS: [[u32; 6]; 2] = [[1, 4, 4, 37, 41, 46], [1, 6, 8, 41, 41, 47]];
+pub(crate) const OFFSETS: [[u32; 6]; 2] = [[1, 4, 4, 37, 41, 46], [1, 6, 8, 41, 41, 47]];
 /// The rows of the tensors.
-const ROWS: [usize; 2] = [48, 49];
+pub(crate) const ROWS: [usize; 2] = [48, 49];
+
+/// O of each sequence by itself. `attend` gets the number of the sequence, and its part of Q, K and V with a dimension
+/// `batch` of 1. Rows of no sequence are 0.
+///
+/// # Errors
+/// The attention refuses.
+pub(crate) fn one_by_one(
+    [q, k, v]: [&Tensor; 3],
+    attend: &dyn Fn(usize, &Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let mut rows = vec![q.narrow(0, 0, OFFSETS[0][0] as usize)?.zeros_like()?];
+    for i in 0..OFFSETS[0].len() - 1 {
+        let part = |tensor: &Tensor, side: usize| {
+            let [begin, end] = [OFFSETS[side][i], OFFSETS[side][i + 1]].map(|row| row as usize);
+            tensor.narrow(0, begin, end - begin)?.unsqueeze(0)
+        };
+        if OFFSETS[0][i] < OFFSETS[0][i + 1] {
+            rows.push(attend(i, &part(q, 0)?, &part(k, 1)?, &part(v, 1)?)?.squeeze(0)?);
+        }
+    }
+    let end = OFFSETS[0][5] as usize;
+    rows.push(q.narrow(0, end, ROWS[0] - end)?.zeros_like()?);
+    Tensor::cat(&rows, 0)
+}
 
 /// The largest difference of O and of all gradients, as a part of the largest magnitude.
 ///
@@ -24,19 +48,7 @@ pub fn run(device: &Device, dtype: DType, mask: Mask) -> Result<f32> {
     let options = Options::new().mask(mask).deterministic(true);
     let [seqlens_q, seqlens_kv] = OFFSETS.map(|offsets| Tensor::new(&offsets, device));
     let packed = attention_varlen(&q, &k, &v, &seqlens_q?, &seqlens_kv?, &options.clone().max_seqlens(33, 33))?;
-    let mut rows = vec![q.narrow(0, 0, OFFSETS[0][0] as usize)?.zeros_like()?];
-    for i in 0..OFFSETS[0].len() - 1 {
-        let part = |tensor: &Var, side: usize| {
-            let [begin, end] = [OFFSETS[side][i], OFFSETS[side][i + 1]].map(|row| row as usize);
-            tensor.narrow(0, begin, end - begin)?.unsqueeze(0)
-        };
-        if OFFSETS[0][i] < OFFSETS[0][i + 1] {
-            rows.push(attention(&part(&q, 0)?, &part(&k, 1)?, &part(&v, 1)?, &options)?.squeeze(0)?);
-        }
-    }
-    let end = OFFSETS[0][5] as usize;
-    rows.push(q.narrow(0, end, ROWS[0] - end)?.zeros_like()?);
-    let one_by_one = Tensor::cat(&rows, 0)?;
+    let one_by_one = one_by_one([&q, &k, &v], &|_, q, k, v| attention(q, k, v, &options))?;
     let mut worst = 0f32;
     let mut compare = |got: &Tensor, want: &Tensor| {
         let (difference, largest) = difference(got, want)?;

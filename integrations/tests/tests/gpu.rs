@@ -10,14 +10,14 @@ use candle_transformers::models::bert::BertModel;
 use candle_transformers::models::{gemma, gemma2, gemma3, llama, quantized_phi3, qwen3};
 use hopper_attention_candle::hopper_attention::Error;
 use hopper_attention_candle::{
-    BlockLists, Dropout, Mask, Options, attention, attention_with_bias, attention_with_blocks, attention_with_lse,
-    cause,
+    BlockLists, Dropout, Mask, Options, attention, attention_varlen_with_bias, attention_with_bias,
+    attention_with_blocks, attention_with_lse, cause,
 };
 use hopper_attention_integration_tests::causal::{Weights, gemma_config, llama_config, logits, phi_file, qwen_config};
 use hopper_attention_integration_tests::gradients;
 use hopper_attention_integration_tests::language::{Setup, train, verdict};
 use hopper_attention_integration_tests::minilm::{self, Encoder, Model, SENTENCES, embedding_of};
-use hopper_attention_integration_tests::{difference, own, say, sinks, varlen};
+use hopper_attention_integration_tests::{difference, own, packed_bias, say, sinks, varlen};
 
 /// The GPU. Without one a test is skipped, and fails where `HATTN_REQUIRE_GPU` is set.
 fn gpu() -> Option<Device> {
@@ -153,6 +153,72 @@ fn a_bias_is_that_of_the_cpu() -> Result<()> {
             attention_with_bias(q, k, v, &more[0], &options)
         })?;
     }
+    Ok(())
+}
+
+/// A bias of packed sequences, as long as the longest and longer. A GPU without kernels for it refuses it by name.
+#[test]
+fn a_packed_bias_is_computed_or_refused() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    // Sums over all sequences: their rounding errors may be larger than those of O.
+    for (dtype, bound) in [(DType::BF16, 4e-2), (DType::F16, 8e-3)] {
+        for shape in packed_bias::forms([packed_bias::LONGEST; 2]).chain(packed_bias::forms([40, 50])) {
+            let plain = packed_bias::Case { dtype, ..packed_bias::Case::new(shape) };
+            let causal = packed_bias::Case { mask: Mask::causal(), of_bias: dtype, ..plain };
+            let together = packed_bias::Case { alibi: true, sinks: true, ..causal };
+            for case in [plain, causal, together] {
+                match packed_bias::run(&device, case) {
+                    Ok(worst) => assert!(worst <= bound, "{case:?}: {worst}"),
+                    Err(error) => {
+                        assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+                        say(&format!("refused: {error}"));
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Offsets on the GPU are not looked at: a sequence of 5 rows ends where its bias of 4 ends. Offsets on the host are.
+#[test]
+fn a_sequence_ends_where_its_bias_ends() -> Result<()> {
+    let Some(device) = gpu() else { return Ok(()) };
+    let random = |shape: [usize; 3]| Tensor::randn(0f32, 1.0, &shape, &Device::Cpu)?.to_dtype(DType::BF16);
+    let (q, k, weight) = (random([8, 4, 64])?, random([8, 2, 64])?, random([8, 4, 64])?);
+    let bias = Tensor::randn(0f32, 1.0, (1, 4, 4, 4), &device)?;
+    let offsets = |numbers: [u32; 3], device: &Device| Tensor::new(&numbers, device);
+    let options = Options::new().mask(Mask::causal()).deterministic(true);
+    // O, dQ and dK of the first rows.
+    let run = |rows: usize, offsets: Tensor| {
+        let part = |tensor: &Tensor| tensor.narrow(0, 0, rows)?.to_device(&device);
+        let (q, k, bias) = (Var::from_tensor(&part(&q)?)?, Var::from_tensor(&part(&k)?)?, Var::from_tensor(&bias)?);
+        let o = attention_varlen_with_bias(&q, &k, &k, &bias, &offsets, &offsets, &options)?;
+        let gradients = o.mul(&part(&weight)?)?.sum_all()?.backward()?;
+        let of = |var: &Var| gradients.get(var).expect("a gradient").clone();
+        Ok::<_, candle_core::Error>(([o.detach(), of(&q), of(&k)], of(&bias)))
+    };
+    let (got, want) = match (run(8, offsets([0, 3, 8], &device)?), run(7, offsets([0, 3, 7], &device)?)) {
+        (Ok(got), Ok(want)) => (got, want),
+        (Err(error), _) | (_, Err(error)) => {
+            assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
+            say(&format!("refused: {error}"));
+            return Ok(());
+        }
+    };
+    let same = |got: &Tensor, want: &Tensor| {
+        let (worst, largest) = difference(got, want)?;
+        assert!(worst <= 2e-2 * largest && largest > 0.05, "{worst} of {largest}");
+        Ok::<_, candle_core::Error>(())
+    };
+    for (got, want) in got.0.iter().zip(&want.0) {
+        same(&got.narrow(0, 0, 7)?, want)?;
+        let last = got.narrow(0, 7, 1)?;
+        assert_eq!(difference(&last, &last.zeros_like()?)?.0, 0.0);
+    }
+    same(&got.1, &want.1)?;
+    let error = run(8, offsets([0, 3, 8], &Device::Cpu)?).unwrap_err();
+    assert!(error.to_string().contains("cu_seqlens_q: 5 rows at 1; allowed: at most 4"), "{error}");
     Ok(())
 }
 

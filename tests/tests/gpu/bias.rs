@@ -2,9 +2,10 @@
 
 use hopper_attention::{DType, Device, Error, KernelInfo, Mask, MaskClass, Workspace, bf16};
 use hopper_attention_tests::backward;
-use hopper_attention_tests::bias::{Bias, BiasImage, cases};
+use hopper_attention_tests::bias::{Bias, BiasImage, cases, packed_cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::{Gpu, backward as of_backward};
+use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid};
 
 use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, take};
@@ -12,9 +13,9 @@ use crate::{mask_of, with_dtype};
 
 const MASKS: [MaskClass; 3] = [MaskClass::Full, MaskClass::Causal, MaskClass::Window];
 
-/// The rows that add a bias. They do so with every mask.
-fn adding(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
-    let adding: Vec<_> = rows.into_iter().filter(KernelInfo::adds_bias).collect();
+/// The rows that add a bias, of packed sequences or else of others. They do so with every mask.
+pub(crate) fn adding(rows: Vec<KernelInfo>, packed: bool) -> Vec<KernelInfo> {
+    let adding: Vec<_> = rows.into_iter().filter(|row| row.adds_bias(packed)).collect();
     for dtype in [DType::BF16, DType::F16] {
         for head_dim in [64, 128] {
             assert!(
@@ -27,10 +28,10 @@ fn adding(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
 }
 
 /// Every seventh case that kernels have: 7 divides none of the numbers of sizes, masks and biases.
-fn some(grid: Grid, backward: bool) -> Vec<Case> {
+fn some(cases: Vec<Case>, backward: bool) -> Vec<Case> {
     let have = |case: &Case| case.blocks.is_none() && !(backward && case.softcap != 0.0);
-    let every = grid.pick(29, 7);
-    cases(grid).into_iter().filter(have).step_by(every).map(|case| forgetting(case, backward)).collect()
+    let every = Grid::from_env().pick(29, 7);
+    cases.into_iter().filter(have).step_by(every).map(|case| forgetting(case, backward)).collect()
 }
 
 /// Gradients have nothing to do with maximum logits.
@@ -41,28 +42,43 @@ fn forgetting(case: Case, backward: bool) -> Case {
 #[test]
 fn every_row_adds_a_bias() {
     let Some(gpu) = Gpu::open("every_row_adds_a_bias") else { return };
-    let rows = adding(gpu.modified_rows());
-    take(&gpu, &rows, &some(Grid::from_env(), false), "forward with a bias", FORWARD);
+    let rows = adding(gpu.modified_rows(), false);
+    take(&gpu, &rows, &some(cases(Grid::from_env()), false), "forward with a bias", FORWARD);
+}
+
+#[test]
+fn every_packing_row_adds_a_bias() {
+    let Some(gpu) = Gpu::open("every_packing_row_adds_a_bias") else { return };
+    let rows = adding(gpu.modified_rows(), true);
+    take(&gpu, &rows, &some(packed_cases(Grid::from_env()), false), "packed forward with a bias", FORWARD);
 }
 
 #[test]
 fn every_backward_row_adds_a_bias() {
     let Some(gpu) = Gpu::open("every_backward_row_adds_a_bias") else { return };
-    let rows = adding(gpu.modified_backward_rows());
-    let cases = fitting(&rows, some(Grid::from_env(), true));
+    let rows = adding(gpu.modified_backward_rows(), false);
+    let cases = fitting(&rows, some(cases(Grid::from_env()), true));
     take(&gpu, &rows, &cases, "backward with a bias", BACKWARD);
+}
+
+#[test]
+fn every_packing_backward_row_adds_a_bias() {
+    let Some(gpu) = Gpu::open("every_packing_backward_row_adds_a_bias") else { return };
+    let rows = adding(gpu.modified_backward_rows(), true);
+    let cases = fitting(&rows, some(packed_cases(Grid::from_env()), true));
+    take(&gpu, &rows, &cases, "packed backward with a bias", BACKWARD);
 }
 
 /// NaN, infinity and the largest numbers reach the rows that do not hide them, and no others.
 #[test]
 fn garbage_reaches_no_row_that_hides_it() {
     let Some(gpu) = Gpu::open("garbage_reaches_no_row_that_hides_it") else { return };
-    for row in adding(gpu.modified_rows()) {
+    for row in adding(gpu.modified_rows(), false) {
         for (input, mask) in [Input::K, Input::V].into_iter().flat_map(|input| MASKS.map(|mask| (input, mask))) {
             spoiled(&row, input, mask).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
         }
     }
-    for row in adding(gpu.modified_backward_rows()) {
+    for row in adding(gpu.modified_backward_rows(), false) {
         for (input, mask) in Input::ALL.into_iter().flat_map(|input| MASKS.map(|mask| (input, mask))) {
             spoiled(&row, input, mask).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
         }
@@ -74,12 +90,21 @@ fn spoiled(row: &KernelInfo, input: Input, mask: MaskClass) -> impl Iterator<Ite
     let case = case.head_dim_vo(row.head_dim_vo());
     let biases = ["f32:hq:hidden", "bf16:q:mask", "f16:bhq:hidden", "f32::mask", "bf16:bh:lowest"];
     let biases = biases.map(|bias| bias.parse::<Bias>().expect("a bias"));
+    let packs = row.adds_bias(true);
     // Each kind of garbage meets one mask.
     let of_mask = Garbage::ALL.into_iter().enumerate().filter(move |(i, _)| MASKS[(i + input as usize) % 3] == mask);
     of_mask
         .map(|(_, garbage)| garbage)
         .zip(biases.into_iter().cycle())
         .map(move |(garbage, bias)| Case { values: Values::Garbage(input, garbage), ..case.clone() }.bias(bias))
+        .flat_map(move |case| if packs { vec![packed(&case), case] } else { vec![case] })
+}
+
+/// The same with three packed sequences.
+fn packed(case: &Case) -> Case {
+    let kind = Kind { packed: [true; 2], used: [true; 2], fill_gaps: true };
+    let rows = [case.dims.seqlen_q, case.dims.seqlen_kv];
+    Case { packing: Packing::random(kind, 3, rows, case.seed), ..case.clone().heads(3, 6, 2) }
 }
 
 /// Gradients of every form, of more blocks than one kernel's CTA walks, in the library's own choice.
@@ -109,8 +134,10 @@ fn gradients_of_every_form() {
 fn no_rows_give_a_gradient_of_zero() {
     let Some(gpu) = Gpu::open("no_rows_give_a_gradient_of_zero") else { return };
     for (batch, seqlen_q, seqlen_kv) in [(2, 0, 100), (2, 0, 0), (0, 100, 100), (2, 100, 0)] {
-        for bias in ["f32:h", "bf16", "f16:hq"] {
+        for (bias, packs) in ["f32:h", "bf16", "f16:hq"].into_iter().flat_map(|bias| [(bias, false), (bias, true)]) {
             let case = Case::new(seqlen_q, seqlen_kv, 64, Mask::Full).heads(batch, 4, 2).bias(bias.parse().unwrap());
+            let kind = Kind { packed: [packs; 2], ..Kind::default() };
+            let case = Case { packing: Packing::random(kind, batch, [seqlen_q, seqlen_kv], 1), seed: 7, ..case };
             let prepared = backward::Prepared::<bf16>::new(&case);
             let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();

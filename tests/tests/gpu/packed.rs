@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaSlice, CudaStream};
 use hopper_attention::{
-    Dims, Error, ForwardProblem, KernelInfo, Layout, Slot, Stream, TensorRef, Workspace, bf16, clamp_sequences, f16,
+    Dims, Error, ForwardProblem, KernelInfo, Layout, Lengths, Slot, Stream, TensorRef, Workspace, bf16, f16,
 };
+use hopper_attention_tests::bias::Bias;
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS, OnDevice, backward as of_backward};
 use hopper_attention_tests::packing::{Kind, Packing};
@@ -15,6 +16,7 @@ use hopper_attention_tests::{backward, packed};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::bias::adding;
 use crate::{mask_of, with_dtype};
 
 pub(crate) fn packing_rows(rows: Vec<KernelInfo>) -> Vec<KernelInfo> {
@@ -202,14 +204,18 @@ fn garbage_lengths_write_only_rows_of_clamped_sequences() {
     let Some(gpu) = Gpu::open("garbage_lengths_write_only_rows_of_clamped_sequences") else { return };
     let draws = Grid::from_env().pick(3, 40);
     let mut rng = StdRng::seed_from_u64(random::seed());
-    for row in packing_rows(gpu.rows()) {
+    let of = |rows: Vec<KernelInfo>, bias: Bias| rows.into_iter().map(move |row| (row, bias));
+    let bias = "bf16:hq".parse().unwrap();
+    let of_bias = of(adding(gpu.modified_rows(), true), bias);
+    for (row, bias) in of(packing_rows(gpu.rows()), Bias::NONE).chain(of_bias) {
         for _ in 0..draws {
-            with_dtype!(row.dtype(), garbage(&gpu, &row, &mut rng));
+            with_dtype!(row.dtype(), garbage(&gpu, &row, bias, &mut rng));
         }
     }
-    for row in packing_rows(gpu.backward_rows()) {
+    let of_bias = of(adding(gpu.modified_backward_rows(), true), bias);
+    for (row, bias) in of(packing_rows(gpu.backward_rows()), Bias::NONE).chain(of_bias) {
         for draw in 0..draws {
-            with_dtype!(row.dtype(), garbage_backward(&gpu, &row, &mut rng, draw % 2 == 0));
+            with_dtype!(row.dtype(), garbage_backward(&gpu, &row, bias, &mut rng, draw % 2 == 0));
         }
     }
 }
@@ -225,22 +231,15 @@ pub(crate) fn hostile(rng: &mut StdRng, count: usize, rows: usize) -> Vec<i32> {
     (0..count).map(|_| number(rng)).collect()
 }
 
-/// A case whose lists are garbage. Its prepared inputs are of the legal lists of another.
-fn hostile_case(row: &KernelInfo, rng: &mut StdRng) -> (Case, [Vec<i32>; 4]) {
+/// A case whose lists are garbage. Its prepared inputs are of the legal lists of another, and so is what its bias covers.
+fn hostile_case(row: &KernelInfo, bias: Bias, rng: &mut StdRng) -> (Case, [Vec<i32>; 4]) {
     let (batch, rows) = ([1, 3, 40, 1100, 3000][rng.random_range(0..5)], [105, 130, 700][rng.random_range(0..3)]);
-    let mut case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1);
+    let mut case = Case::new(rows, rows, row.head_dim_qk(), mask_of(row.mask())).heads(batch, 2, 1).bias(bias);
     case.dims.head_dim_vo = row.head_dim_vo();
     let kind = Kind { packed: [true; 2], used: [true; 2], fill_gaps: false };
     case.packing = Packing::random(kind, batch, [rows; 2], 1);
     let counts = [batch + 1, batch + 1, batch, batch];
     (case, counts.map(|count| hostile(rng, count, rows)))
-}
-
-/// The rows of a side that belong to a clamped sequence.
-pub(crate) fn claimed(offsets: &[i32], used: &[i32], rows: usize) -> Vec<bool> {
-    let mut claimed = vec![false; rows];
-    clamp_sequences(offsets, Some(used), rows).for_each(|sequence| claimed[sequence.range()].fill(true));
-    claimed
 }
 
 pub(crate) const LISTS: [Slot; 4] = [Slot::CuSeqlensQ, Slot::CuSeqlensKv, Slot::SequsedQ, Slot::SequsedKv];
@@ -249,8 +248,19 @@ pub(crate) fn uploaded(stream: &Arc<CudaStream>, lists: &[Vec<i32>; 4]) -> [Cuda
     [0, 1, 2, 3].map(|i| stream.clone_htod(&lists[i]).unwrap())
 }
 
-fn garbage<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng) {
-    let (case, lists) = hostile_case(row, rng);
+/// The rows of both sides that belong to a clamped sequence. A bias may make sequences shorter.
+pub(crate) fn claims(problem: &ForwardProblem, lists: &[Vec<i32>; 4]) -> [Vec<bool>; 2] {
+    let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = lists.each_ref().map(|list| Some(&list[..]));
+    let lengths = Lengths { cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv };
+    let mut claims = [problem.dims().seqlen_q, problem.dims().seqlen_kv].map(|rows| vec![false; rows]);
+    for sides in lengths.sequences(problem) {
+        claims.iter_mut().zip(sides).for_each(|(claimed, rows)| claimed[rows.range()].fill(true));
+    }
+    claims
+}
+
+fn garbage<T: Poison>(gpu: &Gpu, row: &KernelInfo, bias: Bias, rng: &mut StdRng) {
+    let (case, lists) = hostile_case(row, bias, rng);
     let prepared = Prepared::<T>::new(&case);
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
@@ -264,7 +274,7 @@ fn garbage<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng) {
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     gpu.stream.synchronize().unwrap_or_else(|error| panic!("{row}: {error} with {lists:?}"));
     let o = gpu.stream.clone_dtoh(&on_device.o).unwrap();
-    let of_q = claimed(&lists[0], &lists[2], case.dims.seqlen_q);
+    let [of_q, _] = claims(&prepared.problem, &lists);
     only_claimed(&o, prepared.outputs().o.layout(), &of_q, &|| format!("{row}: o with {lists:?}"));
     on_device.check_inputs(&gpu.stream, &prepared).unwrap();
 }
@@ -285,8 +295,8 @@ fn only_claimed<T: Poison>(data: &[T], layout: Layout<4>, claimed: &[bool], what
     assert!(stray.is_none(), "{}: element {stray:?} was written", what());
 }
 
-fn garbage_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng, deterministic: bool) {
-    let (case, lists) = hostile_case(row, rng);
+fn garbage_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, bias: Bias, rng: &mut StdRng, deterministic: bool) {
+    let (case, lists) = hostile_case(row, bias, rng);
     let prepared = backward::Prepared::<T>::new(&case);
     let problem = prepared.problem.to_builder().deterministic(deterministic).build().unwrap();
     let plan = problem.plan_with_row(&gpu.device, row).unwrap();
@@ -300,8 +310,7 @@ fn garbage_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, rng: &mut StdRng, de
     }
     plan.run(&gpu.lane(), &mut workspace, args).unwrap();
     gpu.stream.synchronize().unwrap_or_else(|error| panic!("{row}: {error} with {lists:?}"));
-    let claims =
-        [claimed(&lists[0], &lists[2], case.dims.seqlen_q), claimed(&lists[1], &lists[3], case.dims.seqlen_kv)];
+    let claims = claims(problem.forward(), &lists);
     let outputs = prepared.outputs();
     let layouts = [outputs.d_q.layout(), outputs.d_k.layout(), outputs.d_v.layout()];
     for (i, (slice, layout)) in on_device.outputs.iter().zip(layouts).enumerate() {

@@ -129,7 +129,8 @@ pub struct ComputeArgs {
     /// linear biases: see --alibi.
     ///
     /// A tensor `bias` (f32, bf16 or f16 [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv], whatever the layout) is added to the
-    /// scores, after the cap. -inf hides a pair.
+    /// scores, after the cap. -inf hides a pair. With layout thd it is [1 or batch, 1 or heads_q, 1 or QUERIES, KEYS], for so many
+    /// rows of each sequence, and no sequence may be longer.
     ///
     /// Tensors mask_block_cnt, mask_block_idx and mask_bits, and full_block_cnt and full_block_idx for full blocks, all i32, are the
     /// lists of a block-sparse mask, beside --mask. docs/hattn.md has their shapes.
@@ -249,7 +250,7 @@ pub struct FuzzArgs {
     /// nothing or striped [default: drawn, one problem in four or more has some]
     #[arg(long, value_name = "KIND")]
     pub block_mask: Option<Blocks>,
-    /// The bias of all problems but those of e4m3 operands, packed sequences or used lengths: none, or as `random` has it [default:
+    /// The bias of all problems but those of e4m3 operands: none, or as `random` has it [default:
     /// drawn, one problem in three has one]
     #[arg(long, value_name = "KIND")]
     pub bias: Option<Bias>,
@@ -353,7 +354,7 @@ pub struct RandomArgs {
     /// DTYPE is f32, bf16 or f16. DIMENSIONS are those that the bias has beside the keys: some of the letters b (batch), h (heads)
     /// and q (queries). NUMBERS are normal (of deviation 2), hidden (the same, with -inf in many places and in whole rows), lowest
     /// (the same with -1e30 or -60000) or mask (0 and -inf).
-    #[arg(long, value_name = "KIND", default_value_t = Bias::NONE, conflicts_with = "packed")]
+    #[arg(long, value_name = "KIND", default_value_t = Bias::NONE)]
     pub bias: Bias,
     /// Also write dropout_state, i32 [4]: a seed and an offset for dropout with this probability, which the metadata states
     #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_dropout)]

@@ -12,6 +12,9 @@
 // neighbouring queries, and are read one by one. A forward fetches the numbers of the next block into the L2 cache.
 // The sm90 kernels have a faster way for most biases (copied_bias.hpp).
 //
+// Of sequences whose lengths the device knows (common/sequences.hpp), query 0 and key 0 are the sequence's first. No
+// sequence has more rows than the bias (Sequences::most_keys).
+//
 // Blocks are always compared (common/softmax.hpp): no block says what the bias of the next one is.
 #pragma once
 

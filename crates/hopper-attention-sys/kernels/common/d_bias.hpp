@@ -8,6 +8,9 @@
 // blocks of queries, and adds up their rows at the end. So each number is written once, the sum has one order, and no
 // scores are kept in memory. The price is two of the backward's five products.
 //
+// Sequences whose lengths the device knows (common/sequences.hpp) are batch entries. Numbers that no sequence reaches
+// have gradients of 0.
+//
 // Four warps; each has 16 of the tile's queries and all of its keys. Shared memory has one block of Q, K, dO, V and the
 // bias each, in slabs of 64 columns (common/slab.hpp). A bias that cannot be copied there is read from memory.
 #pragma once
@@ -25,6 +28,8 @@
 #include "common/matrices.hpp"
 #include "common/product.hpp"
 #include "common/scalars.hpp"
+#include "common/sequences.hpp"
+#include "common/tile_scheduler.hpp"
 
 namespace hattn {
 
@@ -37,7 +42,8 @@ struct BiasGradientTraits {
   static constexpr int kTileM = Traits::kTileM;  // queries of a block of the statistics
   static constexpr int kRows = 64;               // queries of a tile, and keys
   static constexpr int kThreads = 128;
-  static constexpr int kCtas = kHeadDim > 64 ? 2 : 3;  // of a multiprocessor
+  static constexpr bool kIsPacked = Traits::kIsPacked;
+  static constexpr int kCtas = kHeadDim > 64 || kIsPacked ? 2 : 3;  // of a multiprocessor
   static_assert(kRows == kSlabColumns, "the bias of a tile is one slab");
   struct SharedStorage {
     alignas(1024) Element q[kRows * kHeadDim];
@@ -46,7 +52,8 @@ struct BiasGradientTraits {
     alignas(1024) Element v[kRows * kHeadDim];
     alignas(1024) std::uint16_t bias[kRows * kRows];
     Statistics statistics[kRows];
-    float sums[kThreads / 32][kRows];  // of each warp's queries
+    float sums[kThreads / 32][kRows];           // of each warp's queries
+    int record[kIsPacked ? int{kThreads} : 1];  // packed: where the table has neighbouring sequences
   };
 };
 
@@ -59,6 +66,16 @@ struct Sharers {
   }
 };
 CUTE_HOST_DEVICE int numbers_of(std::int64_t stride, int all) { return stride == 0 ? 1 : all; }
+
+// The queries and keys that a bias has numbers for.
+template <class Traits>
+CUTE_HOST_DEVICE int queries_of_bias(BwdParams const& params) {
+  return Traits::kIsPacked ? params.sequences.most_queries : params.seqlen_q;
+}
+template <class Traits>
+CUTE_HOST_DEVICE int keys_of_bias(BwdParams const& params) {
+  return Traits::kIsPacked ? params.sequences.most_keys : params.seqlen_kv;
+}
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
@@ -74,9 +91,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 
   // Neighbouring CTAs have neighbouring keys.
   TensorDesc const& d_bias = params.d_bias;
-  int const key_tiles = ceil_div(params.seqlen_kv, kRows);
+  int const key_tiles = ceil_div(keys_of_bias<Traits>(params), kRows);
   bool const per_query = d_bias.stride_row != 0;
-  int const query_tiles = per_query ? ceil_div(params.seqlen_q, kRows) : 1;
+  int const query_tiles = per_query ? ceil_div(queries_of_bias<Traits>(params), kRows) : 1;
   int tile = static_cast<int>(blockIdx.x);
   int const key_tile = tile % key_tiles;
   tile /= key_tiles;
@@ -85,12 +102,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   int const heads = numbers_of(d_bias.stride_head, params.heads_q);
   int const own_head = tile % heads;
   int const own_batch = tile / heads;
-  Sharers const of_batch = Sharers::of(d_bias.stride_batch, own_batch, params.batch);
+  Sharers of_batch = Sharers::of(d_bias.stride_batch, own_batch, params.batch);
   Sharers const of_heads = Sharers::of(d_bias.stride_head, own_head, params.heads_q);
-  Sharers const of_queries =
-      per_query ? Sharers{query_tile, query_tile + 1} : Sharers{0, ceil_div(params.seqlen_q, kRows)};
+  Sharers of_queries = per_query ? Sharers{query_tile, query_tile + 1} : Sharers{0, ceil_div(params.seqlen_q, kRows)};
 
-  Band const band = band_of_launch(params);
+  // Packed: the sequence under way, and its band.
+  [[maybe_unused]] Sequence sequence{};
+  [[maybe_unused]] SequenceTable const table{params.sequences.table, params.batch};
+  Band band = band_of_launch(params);
+  if (Traits::kIsPacked && (params.seqlen_q == 0 || params.seqlen_kv == 0)) {
+    of_batch = {0, 0};  // (where there is no row at all, there is no table)
+  }
   float const factor = backward_factor(params);
   float const of_dropout = dropout_factor(params);
   int const first_key = key_tile * kRows;
@@ -99,21 +121,40 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   int const padded = ceil_div(params.seqlen_q, kTileM) * kTileM;
 
   auto const address = [](auto const& tile_of) { return cute::cast_smem_ptr_to_uint(tile_of); };
-  auto const load = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int first, int rows,
-                        int columns) {
-    copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), head_address(tensor, batch, head),
-                                                       2 * tensor.stride_row, first, rows, columns, thread);
+  auto const load_rows = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int begin, int first,
+                             int rows, int columns) {
+    std::uint64_t const from = head_address(tensor, batch, head) + 2 * (begin * tensor.stride_row);
+    copy_tile<kRows, kHeadDim, Traits::kThreads, true>(address(tile_of), from, 2 * tensor.stride_row, first, rows,
+                                                       columns, thread);
+  };
+  auto const load_queries = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int first,
+                                int columns) {
+    load_rows(tile_of, tensor, batch, head, sequence.q_begin, first, band.seqlen_q, columns);
+  };
+  auto const load_keys = [&](auto const& tile_of, TensorDesc const& tensor, int batch, int head, int columns) {
+    load_rows(tile_of, tensor, batch, head, sequence.kv_begin, first_key, band.seqlen_kv, columns);
   };
   // The tile of a bias, of which each warp reads its own queries. Rows and keys past the last become zeros.
   auto const load_bias = [&](BiasOfHead const& bias, int first_query) {
     int const chunk = thread % 8;
-    int const bytes = bytes_of_chunk(first_key + 8 * chunk, params.seqlen_kv);
+    int const bytes = bytes_of_chunk(first_key + 8 * chunk, band.seqlen_kv);
     CUTE_UNROLL
     for (int pass = 0; pass < kRows / 16; ++pass) {
       int const row = 16 * pass + thread / 8;
       copy_chunk(slab_address(address(storage.bias), row, chunk), bias.at(first_query + row, first_key + 8 * chunk),
-                 first_query + row < params.seqlen_q ? bytes : 0);
+                 first_query + row < band.seqlen_q ? bytes : 0);
     }
+  };
+  // Packed: finds the records of sequences [first, first + kThreads), which are in another order.
+  [[maybe_unused]] auto const find_records = [&](int first) {
+    __syncthreads();
+    for (int i = thread; i < table.batch; i += Traits::kThreads) {
+      int const place = table.records()[i].index - first;
+      if (place >= 0 && place < Traits::kThreads) {
+        storage.record[place] = i;
+      }
+    }
+    __syncthreads();
   };
   // The warp's rows of a times all rows of b, both of them tiles.
   using Sums = Fragment<float, kRows / 2>;
@@ -144,6 +185,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   clear(gradient);
   CUTE_NO_UNROLL
   for (int batch = of_batch.begin; batch < of_batch.end; ++batch) {
+    if constexpr (Traits::kIsPacked) {
+      int const place = (batch - of_batch.begin) % Traits::kThreads;
+      if (place == 0) {
+        find_records(batch);
+      }
+      sequence = table.records()[storage.record[place]];
+      band = band_of_tile(params, sequence);
+      int const blocks = first_key < sequence.kv_len ? ceil_div(sequence.q_len, kRows) : 0;
+      of_queries = per_query ? Sharers{query_tile, cute::min(query_tile + 1, blocks)} : Sharers{0, blocks};
+    }
     CUTE_NO_UNROLL
     for (int head = of_heads.begin; head < of_heads.end; ++head) {
       BiasOfHead const bias = BiasOfHead::of(params, batch, head);
@@ -154,19 +205,26 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
           continue;
         }
         int const first_query = block * kRows;
-        load(storage.q, params.q, batch, head, first_query, params.seqlen_q, params.head_dim_qk);
-        load(storage.k, params.k, batch, head / group, first_key, params.seqlen_kv, params.head_dim_qk);
-        load(storage.d_o, params.d_o, batch, head, first_query, params.seqlen_q, params.head_dim_vo);
-        load(storage.v, params.v, batch, head / group, first_key, params.seqlen_kv, params.head_dim_vo);
+        load_queries(storage.q, params.q, batch, head, first_query, params.head_dim_qk);
+        load_keys(storage.k, params.k, batch, head / group, params.head_dim_qk);
+        load_queries(storage.d_o, params.d_o, batch, head, first_query, params.head_dim_vo);
+        load_keys(storage.v, params.v, batch, head / group, params.head_dim_vo);
         if (is_copied(params)) {
           load_bias(bias, first_query);
         }
         commit_copies();
         if (thread < kRows) {
-          std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded;
           // (A block of queries may have fewer rows than a tile. Nobody asks for those that are missing.)
-          storage.statistics[thread] = reinterpret_cast<typename Traits::Statistics const*>(
-              params.statistics)[at + cute::min(first_query + thread, padded - 1)];
+          std::int64_t at = 0;
+          if constexpr (Traits::kIsPacked) {
+            at = head * statistics_rows(params) + sequence.q_begin +
+                 static_cast<std::int64_t>(batch) * statistics_rows_apart(params) +
+                 cute::min(first_query + thread, sequence.q_len - 1);
+          } else {
+            at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded +
+                 cute::min(first_query + thread, padded - 1);
+          }
+          storage.statistics[thread] = reinterpret_cast<typename Traits::Statistics const*>(params.statistics)[at];
         }
         await_copies<0>();
         __syncthreads();
@@ -194,15 +252,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
           }
         }
         if (has_alibi(params)) {
-          add_alibi<kRows>(scores, slope, first_row + params.diagonal_offset - first_key - 2 * (lane % 4));
+          add_alibi<kRows>(scores, slope, first_row + diagonal_of(params, band) - first_key - 2 * (lane % 4));
         }
         if (is_copied(params)) {
           CopiedBias<kRows>::template add<1>(scores, factor, address(storage.bias) + warp * CopiedBias<kRows>::kBytes,
                                              params.bias_dtype, lane, -INFINITY);
         } else {
           add_bias<true, kRows, 2>(
-              scores, factor, [&]() { return bias; }, first_row, params.seqlen_q, first_key, lane % 4,
-              params.seqlen_kv);
+              scores, factor, [&]() { return bias; }, first_row, band.seqlen_q, first_key, lane % 4, band.seqlen_kv);
         }
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
@@ -210,9 +267,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
           typename Traits::Statistics const statistics = storage.statistics[query - first_query];
           float const negative_delta = statistics.negative_delta();
           int const begin = band.template first_key<MaskClass::Window>(query) - first_key - 2 * (lane % 4);
-          int const end = query >= params.seqlen_q || statistics.is_empty()
+          int const end = query >= band.seqlen_q || statistics.is_empty()
                               ? INT_MIN
-                              : cute::min(params.seqlen_kv, band.template last_key<MaskClass::Window>(query) + 1) -
+                              : cute::min(band.seqlen_kv, band.template last_key<MaskClass::Window>(query) + 1) -
                                     first_key - 2 * (lane % 4);
           CUTE_UNROLL
           for (int i = 0; i < kRows / 8; ++i) {
@@ -248,7 +305,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     for (int at = 0; at < Sums::size(); ++at) {
       int const query = query_tile * kRows + warp * 16 + lane / 4 + at / 2 % 2 * 8;
       int const key = first_key + at / 4 * 8 + 2 * (lane % 4) + at % 2;
-      if (query < params.seqlen_q && key < params.seqlen_kv) {
+      if (query < queries_of_bias<Traits>(params) && key < keys_of_bias<Traits>(params)) {
         store(query, key, gradient(at));
       }
     }
@@ -269,7 +326,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     }
   }
   __syncthreads();
-  if (thread < kRows && first_key + thread < params.seqlen_kv) {
+  if (thread < kRows && first_key + thread < keys_of_bias<Traits>(params)) {
     float sum = 0.0F;
     CUTE_UNROLL
     for (int of_warp = 0; of_warp < Traits::kThreads / 32; ++of_warp) {
@@ -291,7 +348,8 @@ void BwdBiasGradient<Traits>::launch(BwdParams const& params, cudaStream_t strea
   using Own = BiasGradientTraits<Traits>;
   auto const tiles = [](int rows) { return (rows + Own::kRows - 1) / Own::kRows; };
   TensorDesc const& d_bias = params.d_bias;
-  int const grid = tiles(params.seqlen_kv) * (d_bias.stride_row != 0 ? tiles(params.seqlen_q) : 1) *
+  int const grid = tiles(keys_of_bias<Own>(params)) *
+                   (d_bias.stride_row != 0 ? tiles(queries_of_bias<Own>(params)) : 1) *
                    numbers_of(d_bias.stride_head, params.heads_q) * numbers_of(d_bias.stride_batch, params.batch);
   if (d_bias.address != 0 && grid > 0) {
     d_bias_kernel<Own><<<grid, Own::kThreads, sizeof(typename Own::SharedStorage), stream>>>(params);
@@ -299,3 +357,9 @@ void BwdBiasGradient<Traits>::launch(BwdParams const& params, cudaStream_t strea
 }
 
 }  // namespace hattn
+
+// What the unit around a list says once for all rows that differ by their mask alone, with the columns but the mask: of
+// the kernel, and of the one that packs.
+#define HATTN_INSTANTIATE_BIAS(Traits, dtype, ...)                                                          \
+  template struct hattn::BwdBiasGradient<Traits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>; \
+  template struct hattn::BwdBiasGradient<Traits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__, true>>;

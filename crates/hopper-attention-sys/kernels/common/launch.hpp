@@ -133,10 +133,13 @@ Status launch_packed_backward(BwdParams const& params, CUstream_st* stream, Enco
     start_main();
     BwdConvert<typename Packed::Unmasked>::launch(params, stream);
     BwdStatistics<typename Packed::Plain>::launch_sinks(params, stream);
-    status = to_status(cudaGetLastError());
   } else {
     status = launch_fill_sinks(params, stream);  // no row: 0
   }
+  if constexpr (Packed::kTakesBias) {
+    BwdBiasGradient<typename Packed::Unmasked>::launch(params, stream);
+  }
+  status = is_ok(status) ? to_status(cudaGetLastError()) : status;
   auto const fill = [&](TensorDesc const& tensor, int rows, int heads, int head_dim, bool of_keys) {
     status = is_ok(status)
                  ? fill_gaps(sequences, tensor, params.batch, rows, heads, head_dim, of_keys, TensorDesc{}, stream)

@@ -99,6 +99,9 @@ constexpr RowInfo row_info() noexcept {
   if constexpr (Traits::kPacks && Traits::kTakesDropout) {
     info.drops_packed = Traits::Packed::kTakesDropout;
   }
+  if constexpr (Traits::kPacks && Traits::kTakesBias) {
+    info.adds_bias_packed = Traits::Packed::kTakesBias;
+  }
   return info;
 }
 

@@ -37,6 +37,7 @@ struct Side {
   int const* offsets;  // or null: the side is dense
   int const* used;     // or null
   int rows;            // of the tensor (packed), or of a batch entry
+  int most;            // that a sequence may have
 };
 
 struct Schedule {
@@ -60,7 +61,7 @@ struct Ends {
     Side const& kv = launch.kv;
     return {{read(q.offsets, index, 0, q.rows), read(kv.offsets, index, 0, kv.rows)},
             {read(q.offsets, index + 1, q.rows, q.rows), read(kv.offsets, index + 1, kv.rows, kv.rows)},
-            {read(q.used, index, q.rows, q.rows), read(kv.used, index, kv.rows, kv.rows)}};
+            {read(q.used, index, q.most, q.most), read(kv.used, index, kv.most, kv.most)}};
   }
   // `largest`: of the offsets before.
   CUTE_DEVICE void begin_behind(int2 const& largest) {
@@ -405,10 +406,11 @@ Status prepare_schedule() noexcept {
 
 Status launch_schedule(Sequences const& sequences, ScheduleShape const& shape, CUstream_st* stream) noexcept {
   auto const words = [](std::uint64_t address) { return reinterpret_cast<int const*>(address); };
-  Schedule const launch{{words(sequences.cu_seqlens_q), words(sequences.seqused_q), shape.seqlen_q},
-                        {words(sequences.cu_seqlens_kv), words(sequences.seqused_kv), shape.seqlen_kv},
-                        shape,
-                        {sequences.table, shape.batch}};
+  Schedule const launch{
+      {words(sequences.cu_seqlens_q), words(sequences.seqused_q), shape.seqlen_q, sequences.most_queries},
+      {words(sequences.cu_seqlens_kv), words(sequences.seqused_kv), shape.seqlen_kv, sequences.most_keys},
+      shape,
+      {sequences.table, shape.batch}};
   if (shape.batch <= 32) {
     schedule_warp<<<1, 32, 0, stream>>>(launch);
   } else if (shape.batch <= kThreads) {

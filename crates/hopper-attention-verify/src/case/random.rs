@@ -123,10 +123,10 @@ pub fn bias() -> impl Strategy<Value = Bias> {
     prop_oneof![2 => Just(Bias::NONE), 1 => proptest::sample::select(Bias::all().collect::<Vec<_>>())]
 }
 
-/// A case with an additive bias, if it has no packed sequences and used lengths.
+/// A case with an additive bias.
 #[must_use]
 pub fn biased(case: Case, bias: Bias) -> Case {
-    if case.packing.is_none() { case.bias(bias) } else { case }
+    case.bias(bias)
 }
 
 /// The caps that are drawn. Models have 30 and 50.

@@ -218,9 +218,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
 /// take it as with windows.
 fn widest_with_dropout(case: &Case) -> usize {
     match (case.mask, case.packing == Packing::default()) {
-        _ if !case.bias.is_none() => 128,
         _ if !case.blocks.is_none() => 256,
-        (Mask::Full | Mask::Causal { .. }, _) => 256,
+        (Mask::Full | Mask::Causal { .. }, _) if case.bias.is_none() => 256,
         (_, true) => 128,
         (_, false) => 64,
     }

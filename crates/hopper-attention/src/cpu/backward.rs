@@ -27,7 +27,7 @@ use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::problem::{BackwardProblem, Dims};
-use crate::sequences::{Lengths, SequenceRows, Side};
+use crate::sequences::{Lengths, Side};
 
 /// The tensors that a backward pass reads, in host memory.
 pub(crate) struct BackwardInputs<'a, T> {
@@ -76,7 +76,7 @@ pub(crate) fn backward<T: Float>(
     let keys = Tasks::new(&sequences, Side::Kv, dims.heads_kv, blocks.tokens)?;
     // The keys of each batch entry and head of the bias.
     let bias_shape = outputs.d_bias.as_ref().map_or([0; 4], AdditiveMut::shape);
-    let biased = Sequences::of_dims(dims.with_batch(bias_shape[0]));
+    let biased = Sequences::of_dims(dims.with_batch(bias_shape[0]).with_seqlen_kv(bias_shape[3]));
     let biases = Tasks::new(&biased, Side::Kv, bias_shape[1], blocks.tokens)?;
     let most = queries.count().max(keys.count()).max(biases.count());
     let mut team = Team::new(most, || Scratch::new(problem, bias_shape[2], blocks))?;
@@ -105,7 +105,7 @@ pub(crate) fn backward<T: Float>(
     })?;
     if let Some(d_bias) = &mut outputs.d_bias {
         let compute = |scratch: &mut Scratch<T>, task: &Task| {
-            of_biases(problem, inputs, listed, blocks, (&delta, bias_shape), task, scratch);
+            of_biases(problem, inputs, listed, blocks, (&sequences, &delta, bias_shape), task, scratch);
         };
         team.each(&biases, compute, |task, scratch| d_bias.store(task, &scratch.d_bias))?;
     }
@@ -246,7 +246,7 @@ fn of_queries<T: Float>(
         let Some(pairs) = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first) else { continue };
         load(&inputs.k, &task.sequence.kv, head_kv, keys.clone(), k);
         load(&inputs.v, &task.sequence.kv, head_kv, keys.clone(), v);
-        inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), keys.clone(), biases);
+        inputs.bias.load([task.rows.sequence, task.head], task.tokens.clone(), keys.clone(), biases);
         let block =
             Block::new(rows.iter().map(|row| row.keys), first, keys.len(), kept).of_pairs(pairs).with_bias(biases);
         Drops::pairs(drops.as_ref(), task.tokens.clone(), keys, dropped);
@@ -301,7 +301,7 @@ fn of_keys<T: Float>(
             }
             load(&inputs.q, of_queries, head, queries.clone(), q);
             load(&inputs.d_o, of_queries, head, queries.clone(), d_o);
-            inputs.bias.load([task.rows.batch, head], queries.clone(), task.tokens.clone(), biases);
+            inputs.bias.load([task.rows.sequence, head], queries.clone(), task.tokens.clone(), biases);
             let block = block.of_pairs(pairs).with_bias(biases);
             Drops::pairs(drops.as_ref(), queries, task.tokens.clone(), dropped);
             let first_key = task.tokens.start;
@@ -331,13 +331,13 @@ struct OfPairs<'a> {
 }
 
 /// Computes dBias of some keys of the bias, into `scratch`: for each query, or the sum over the queries that share it. `shape` is that
-/// of the bias. The sum is in the order of batch entries, heads and queries.
+/// of the bias. The sum is in the order of batch entries, heads and queries. Numbers that no sequence reaches get 0.
 fn of_biases<T: Float>(
     problem: &BackwardProblem,
     inputs: &BackwardInputs<'_, T>,
     listed: Option<&Listed<'_>>,
     blocks: Blocks,
-    (delta, shape): (&HostRef<'_, f32, 3>, [usize; 4]),
+    (sequences, delta, shape): (&Sequences, &HostRef<'_, f32, 3>, [usize; 4]),
     task: &Task,
     scratch: &mut Scratch<T>,
 ) {
@@ -348,31 +348,35 @@ fn of_biases<T: Float>(
     let sharing = |size: usize, own: usize, all: usize| if size == 1 { 0..all } else { own..own + 1 };
     let heads = sharing(shape[1], task.head, dims.heads_q);
     for batch in sharing(shape[0], task.rows.batch, dims.batch) {
-        let [of_queries, of_keys] = [dims.seqlen_q, dims.seqlen_kv].map(|len| SequenceRows::padded(batch, len));
-        let sequence = Sequence { q: of_queries, kv: of_keys };
+        let sequence = sequences.get(batch);
+        let Sequence { q: of_queries, kv: of_keys } = sequence;
+        let keys = task.tokens.start..task.tokens.end.min(of_keys.len);
+        if keys.is_empty() {
+            continue;
+        }
         for head in heads.clone() {
-            load(&inputs.k, &of_keys, head / group, task.tokens.clone(), k);
-            load(&inputs.v, &of_keys, head / group, task.tokens.clone(), v);
+            load(&inputs.k, &of_keys, head / group, keys.clone(), k);
+            load(&inputs.v, &of_keys, head / group, keys.clone(), v);
             let alibi = Bias::of(problem.forward(), &inputs.alibi, &sequence, head);
             let drops = Drops::of(problem.forward(), inputs.dropout_state, &sequence, head);
-            for first in (0..dims.seqlen_q).step_by(blocks.walked) {
-                let queries = first..dims.seqlen_q.min(first + blocks.walked);
+            for first in (0..of_queries.len).step_by(blocks.walked) {
+                let queries = first..of_queries.len.min(first + blocks.walked);
                 let Some(pairs) = listed::pairs(listed, batch, head, first, task.tokens.start) else { continue };
                 let lse = inputs.lse.part(&of_queries, head, queries.clone());
                 let delta = delta.part(&of_queries, head, queries.clone());
                 rows_of(problem, &sequence, queries.clone(), lse, delta, rows);
-                let block = Block::new(rows.iter().map(|row| row.keys), task.tokens.start, task.tokens.len(), kept);
+                let block = Block::new(rows.iter().map(|row| row.keys), keys.start, keys.len(), kept);
                 if block.is_empty() {
                     continue;
                 }
                 load(&inputs.q, &of_queries, head, queries.clone(), q);
                 load(&inputs.d_o, &of_queries, head, queries.clone(), d_o);
-                inputs.bias.load([batch, head], queries.clone(), task.tokens.clone(), biases);
+                inputs.bias.load([batch, head], queries.clone(), keys.clone(), biases);
                 let block = block.of_pairs(pairs).with_bias(biases);
-                Drops::pairs(drops.as_ref(), queries.clone(), task.tokens.clone(), dropped);
-                let of_pairs = OfPairs { alibi, first_key: task.tokens.start, biases, capped: false, dropped };
+                Drops::pairs(drops.as_ref(), queries.clone(), keys.clone(), dropped);
+                let of_pairs = OfPairs { alibi, first_key: keys.start, biases, capped: false, dropped };
                 weights(problem, rows, &block, of_pairs, [q, k, v, d_o], p, d_s);
-                for (query, d_s) in queries.zip(d_s.chunks_exact(task.tokens.len())) {
+                for (query, d_s) in queries.zip(d_s.chunks_exact(keys.len())) {
                     let row = if shape[2] == 1 { 0 } else { query };
                     let sums = &mut d_bias[row * task.tokens.len()..][..task.tokens.len()];
                     sums.iter_mut().zip(d_s).for_each(|(sum, d_s)| *sum += d_s);

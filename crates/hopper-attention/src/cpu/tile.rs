@@ -102,7 +102,7 @@ pub(super) fn forward<T: Float>(
         let Some(pairs) = listed::pairs(listed, task.rows.batch, task.head, task.tokens.start, first) else { continue };
         load(&inputs.k, of_keys, head_kv, first..first + keys, k);
         load(&inputs.v, of_keys, head_kv, first..first + keys, v);
-        inputs.bias.load([task.rows.batch, task.head], task.tokens.clone(), first..first + keys, biases);
+        inputs.bias.load([task.rows.sequence, task.head], task.tokens.clone(), first..first + keys, biases);
         scores.resize(rows.len() * keys, 0.0);
         let queries = Matrix::new(q, rows.len(), dims.head_dim_qk);
         matmul(problem.softmax_scale(), queries, Matrix::new(k, keys, dims.head_dim_qk).transposed(), 0.0, scores);

@@ -97,7 +97,7 @@ fn params(plan: &BackwardPlan, choice: &BackwardChoice, args: &KernelArgs) -> Re
     let part = |offset: usize| args.workspace + offset as u64;
     let operand = |slot| args.get(slot).into();
     let tensor = |slot, side| rows_of_sequences(problem.forward(), slot, side, args.get(slot)).map(Into::into);
-    let mut sequences = sequences(problem.forward(), args, parts.table.map_or(0, part), 0);
+    let mut sequences = sequences(problem.forward(), args, parts.table.map_or(0, part), 0)?;
     if let Some(packed) = choice.packed {
         sequences.list_size = small("tiles", packed.list_size)?;
         sequences.block_list_size = small("blocks", packed.block_list_size)?;

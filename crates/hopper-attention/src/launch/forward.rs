@@ -169,7 +169,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         },
         range_check: part(parts.range_check),
         range_grid: choice.grid,
-        sequences: sequences(problem, args, part(parts.table), choice.m_tiles),
+        sequences: sequences(problem, args, part(parts.table), choice.m_tiles)?,
         sinks: operand(Slot::Sinks),
         sinks_dtype: sys::sinks_dtype(problem),
         softcap: problem.softcap(),

@@ -272,13 +272,15 @@ fn edges(bounds: &crate::plan::Bounds) -> crate::sys::MaskEdges {
 
 /// Where kernels find the lengths of sequences, and where they make the table of them.
 #[cfg(feature = "cuda")]
-fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size: i32) -> crate::sys::Sequences {
+fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size: i32) -> Result<crate::sys::Sequences> {
     let address = |slot| args.get(slot).address;
-    crate::sys::Sequences {
+    Ok(crate::sys::Sequences {
         cu_seqlens_q: address(Slot::CuSeqlensQ),
         cu_seqlens_kv: address(Slot::CuSeqlensKv),
         seqused_q: address(Slot::SequsedQ),
         seqused_kv: address(Slot::SequsedKv),
+        most_queries: small("queries", problem.most_rows(Side::Q))?,
+        most_keys: small("keys", problem.most_rows(Side::Kv))?,
         table: if problem.has_lengths() { table } else { 0 },
         list_size,
         block_list_size: 0,
@@ -287,7 +289,7 @@ fn sequences(problem: &ForwardProblem, args: &KernelArgs, table: u64, list_size:
         // Without a mask the diagonal matters for the distances of ALiBi alone.
         bottom_right: problem.mask().is_bottom_right()
             || (problem.alibi().is_some() && problem.mask().corner().is_none()),
-    }
+    })
 }
 
 /// The lists of a block-sparse mask, and where kernels make their own of them.

@@ -196,7 +196,7 @@ fn params(plan: &QuantizePlan, choice: &QuantizeChoice, args: &KernelArgs) -> Re
     if let Some(packed) = choice.packed {
         let [of_q, of_kv] = packed.blocks;
         workspace_bytes = packed.table;
-        lengths = sequences(problem, args, args.workspace + packed.table as u64, small("blocks of keys", of_kv)?);
+        lengths = sequences(problem, args, args.workspace + packed.table as u64, small("blocks of keys", of_kv)?)?;
         lengths.block_list_size = small("blocks of queries", of_q)?;
         // The lists of a side of which nothing is quantised are not looked at.
         if !args.has(Slot::QValues) {

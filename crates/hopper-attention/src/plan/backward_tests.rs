@@ -34,7 +34,7 @@ fn rows() -> Vec<KernelInfo> {
                 most_shares: 1,
                 packs: false,
                 drops: [false; 2],
-                adds_bias: false,
+                adds_bias: [false; 2],
                 modifiers: Modifiers::Never,
             });
         }
@@ -69,9 +69,9 @@ fn rows_for_capped_scores_are_for_them_alone() {
     };
     let text = "unsupported: a bias with backward sm90 kernels for bf16; nearest: no bias, or Device::cpu()";
     assert_eq!(select_backward(&biased(0.0), &H100, &rows()).unwrap_err().to_string(), text);
-    let adding = |row| KernelInfo { adds_bias: true, mask: MaskClass::Window, ..row };
+    let adding = |row| KernelInfo { adds_bias: [true, false], mask: MaskClass::Window, ..row };
     let adding: Vec<_> = with(Modifiers::Always).map(adding).collect();
-    assert!(select_backward(&biased(0.0), &H100, &adding).unwrap().kernel.adds_bias());
+    assert!(select_backward(&biased(0.0), &H100, &adding).unwrap().kernel.adds_bias(false));
     let text = "unsupported: softcap and a bias together with backward sm90 kernels for bf16; \
                 nearest: one of the two, or Device::cpu()";
     assert_eq!(select_backward(&biased(30.0), &H100, &adding).unwrap_err().to_string(), text);

@@ -215,9 +215,10 @@ fn fitting_of<'a>(
     )?;
     let rows = filter_rows(
         rows,
-        |row| problem.bias().is_none() || row.adds_bias,
+        |row| problem.bias().is_none() || row.adds_bias(packed),
         |rows| {
-            let wanted = format!("a bias with {}, {class}, head_dim {qk}/{vo}", kernels_of(rows, dtype));
+            let sequences = if packed { ", packed" } else { "" };
+            let wanted = format!("a bias with {}, {class}{sequences}, head_dim {qk}/{vo}", kernels_of(rows, dtype));
             (wanted, "no bias, or Device::cpu()".into())
         },
     )?;

@@ -240,7 +240,7 @@ mod tests {
             most_shares: 8,
             packs: false,
             drops: [false; 2],
-            adds_bias: false,
+            adds_bias: [false; 2],
             modifiers: Modifiers::Either,
             ..ROW
         };

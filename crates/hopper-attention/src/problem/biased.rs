@@ -4,6 +4,7 @@ use super::bias::Bias;
 use super::forward::{ForwardProblem, ForwardProblemBuilder};
 use crate::dtype::DType;
 use crate::operand::{Operand, Slot};
+use crate::sequences::Side;
 
 impl ForwardProblemBuilder {
     /// A bias that is added to the scores (default: none). [`Bias`] says what it means. A run reads the operand [`Slot::Bias`].
@@ -22,10 +23,20 @@ impl ForwardProblem {
         self.bias
     }
 
-    /// The shape of the bias and of its gradient: `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`. `[0, 0, 0, 0]` where there is
-    /// none.
+    /// The shape of the bias and of its gradient: `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`, with what the bias
+    /// [covers](Bias::covering) in place of `seqlen_q` and `seqlen_kv` where it says so. `[0, 0, 0, 0]` where there is none.
     pub fn bias_shape(&self) -> [usize; 4] {
         self.bias.map_or([0; 4], |bias| bias.shape(&self.dims()))
+    }
+
+    /// The most rows of one side that a sequence may have: those of the tensor, or those that the bias has numbers for.
+    pub(crate) fn most_rows(&self, side: Side) -> usize {
+        let [.., queries, keys] = self.bias_shape();
+        match (self.bias, side) {
+            (Some(bias), Side::Q) if bias.is_per_query() => queries,
+            (Some(_), Side::Kv) => keys,
+            _ => side.rows(self),
+        }
     }
 
     /// The element type of the bias, or f32 where there is none.
@@ -94,10 +105,23 @@ mod tests {
         let text = refused(options(DType::E4M3).bias(bias).build());
         let nearest = "bf16, f16 or f32 operands, or no bias";
         assert_eq!(text, format!("unsupported: a bias with e4m3 operands; nearest: {nearest}"));
-        for options in [options(DType::F32).packed_q(true), options(DType::F32).used_kv(true)] {
-            let text = refused(options.bias(bias).build());
-            let want = "unsupported: a bias with packed sequences or used lengths; nearest: one of them";
-            assert_eq!(text, want);
+        // Sides that are not packed are covered whole.
+        let own = Bias::new(DType::F32).per_query(true);
+        for (options, bias, text) in [
+            (options(DType::F32), own.covering(5, 8), "covering 8 keys; allowed: 9, since they are not packed"),
+            (options(DType::F32), own.covering(6, 9), "covering 6 queries; allowed: 5, since they are not packed"),
+            (
+                options(DType::F32).used_q(true),
+                own.covering(4, 9),
+                "covering 4 queries; allowed: 5, since they are not packed",
+            ),
+            (
+                options(DType::F32).packed_q(true),
+                own.covering(2, 7),
+                "covering 7 keys; allowed: 9, since they are not packed",
+            ),
+        ] {
+            assert_eq!(refused(options.bias(Some(bias)).build()), format!("bias: {text}"));
         }
         for dtype in [DType::E4M3, DType::I32] {
             let text = refused(options(DType::BF16).bias(Some(Bias::new(dtype))).build());
@@ -108,6 +132,39 @@ mod tests {
         assert_eq!(text, "d_bias: asked for; allowed: with a forward problem that was made with a bias only");
         let by_name = options(DType::BF16).operand(Slot::Bias, true).build().unwrap_err().to_string();
         assert!(by_name.starts_with("bias: asked for; allowed: "), "{by_name}");
+    }
+
+    #[test]
+    fn a_bias_of_packed_sequences_covers_what_it_says() {
+        let own = Bias::new(DType::F16).per_batch(true).per_query(true);
+        for (options, bias, shape, most, text) in [
+            (options(DType::BF16).packed(true), own, [2, 1, 5, 9], [5, 9], "bias f16 per batch per query scale"),
+            (options(DType::BF16).packed(true), own.covering(3, 20), [2, 1, 3, 20], [3, 20], "per query covering 3 20"),
+            (options(DType::BF16).packed_q(true), own.covering(3, 9), [2, 1, 3, 9], [3, 9], "per query covering 3 9"),
+            // Queries that share their numbers may be as many as there are.
+            (
+                options(DType::BF16).packed(true),
+                own.per_query(false).covering(3, 4),
+                [2, 1, 1, 4],
+                [5, 4],
+                "covering 4",
+            ),
+            (
+                options(DType::BF16).used_q(true).used_kv(true),
+                own,
+                [2, 1, 5, 9],
+                [5, 9],
+                "bias f16 per batch per query scale",
+            ),
+        ] {
+            let problem = options.bias(Some(bias)).build().unwrap();
+            assert_eq!((problem.bias_shape(), problem.bias()), (shape, Some(bias)));
+            assert_eq!(Side::BOTH.map(|side| problem.most_rows(side)), most, "{problem}");
+            assert!(problem.to_string().contains(text), "{problem}");
+            let one = problem.of_sequence(2, 4);
+            let queries = if bias.is_per_query() { 2 } else { 1 };
+            assert_eq!((one.bias_shape(), one.bias().unwrap().covered()), ([1, 1, queries, 4], None));
+        }
     }
 
     #[test]

@@ -242,7 +242,7 @@ impl ForwardProblemBuilder {
     /// sinks are not f32 or bf16, or the bias is not f32, bf16 or f16.
     ///
     /// [`Error::Unsupported`]: ALiBi slopes, the maximum logit, a [`bias`](Self::bias) or [`dropout`](Self::dropout) with e4m3
-    /// operands; a [`block_mask`](Self::block_mask) or a bias with packed tensors or used lengths.
+    /// operands; a [`block_mask`](Self::block_mask) with packed tensors or used lengths.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
         let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
@@ -274,7 +274,7 @@ impl ForwardProblemBuilder {
         let (block_mask, dropout) = (self.block_mask, self.dropout);
         block_mask.map_or(Ok(()), |block_mask| block_mask.check(&dims, asked_for))?;
         let bias = self.bias;
-        bias.map_or(Ok(()), |bias| bias.check(dtype, asked_for))?;
+        bias.map_or(Ok(()), |bias| bias.check(dtype, &dims, asked_for))?;
         dropout.map_or(Ok(()), |dropout| dropout.check(dtype))?;
         Ok(ForwardProblem {
             dtype,
@@ -384,7 +384,7 @@ impl ForwardProblem {
     pub(crate) fn of_sequence(&self, seqlen_q: usize, seqlen_kv: usize) -> Self {
         let dims = self.dims.with_batch(1).with_seqlen_q(seqlen_q).with_seqlen_kv(seqlen_kv);
         let asked_for = LENGTHS.iter().fold(self.asked_for, |asked_for, &slot| asked_for.with(slot, false));
-        Self { dims, asked_for, packing: Packing::default(), ..self.clone() }
+        Self { dims, asked_for, packing: Packing::default(), bias: self.bias.map(Bias::of_sequence), ..self.clone() }
     }
 
     /// The operands with offsets and lengths of sequences, which every pass of the problem reads.

@@ -22,6 +22,16 @@ impl<'a> Additive<'a> {
         self.values[self.row([batch, head, query]) * self.shape[3] + key]
     }
 
+    /// The first `count` biases of a row.
+    pub fn keys(&self, row: usize, count: usize) -> &'a [f64] {
+        &self.values[row * self.shape[3]..][..count]
+    }
+
+    /// The number of biases of a row.
+    pub fn keys_of_row(&self) -> usize {
+        self.shape[3]
+    }
+
     /// Of the rows `[batch, head, query]` of the bias, the number of the one that this query reads.
     pub fn row(&self, place: [usize; 3]) -> usize {
         let own =

@@ -95,18 +95,21 @@ pub struct Modifiers<'a> {
     pub dropout: Option<DropoutMask>,
 }
 
-impl Modifiers<'_> {
+impl<'a> Modifiers<'a> {
     /// Those of one sequence, which is a problem of its own.
-    fn of_sequence(self, problem: &ForwardProblem, sequence: usize) -> Self {
+    fn of_sequence(self, problem: &ForwardProblem, piece: &'a packed::Piece) -> Self {
         let heads = problem.dims().heads_q;
-        let first = if problem.alibi() == Some(AlibiSlopes::PerBatch) { sequence * heads } else { 0 };
+        let first = if problem.alibi() == Some(AlibiSlopes::PerBatch) { piece.sequence * heads } else { 0 };
         Self {
             alibi_slopes: self.alibi_slopes.map(|slopes| &slopes[first..first + heads]),
-            dropout: self.dropout.map(|mask| mask.of_sequence(sequence)),
+            bias: piece.bias.as_deref(),
+            dropout: self.dropout.map(|mask| mask.of_sequence(piece.sequence)),
             ..self
         }
     }
+}
 
+impl Modifiers<'_> {
     /// What dropout multiplies the weights of a query and these keys by: 0 where it drops the pair, and 1 where there is none.
     fn dropped(&self, place: [usize; 2], query: usize, keys: Tokens) -> Vec<f64> {
         let keys = keys.first..keys.first + keys.count;

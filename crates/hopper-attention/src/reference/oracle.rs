@@ -163,7 +163,7 @@ pub(super) fn forward_told(
 ) -> Result<Oracle> {
     check_inputs(problem, q, k, v)?;
     modifiers.check(problem)?;
-    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], modifiers, work) };
+    let Some(pieces) = pieces(problem, lengths, &modifiers)? else { return dense(problem, [q, k, v], modifiers, work) };
     let (shape, rows) = (problem.o_shape(), problem.lse_shape());
     let queries = rows.iter().product();
     let mut all = Oracle {
@@ -174,10 +174,10 @@ pub(super) fn forward_told(
         scales: vec![RowScale::default(); queries],
         max_logits: no_logits(problem),
     };
-    for piece in pieces {
+    for piece in &pieces {
         let of = &piece.q;
         let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
-        let own = modifiers.of_sequence(problem, piece.sequence);
+        let own = modifiers.of_sequence(problem, piece);
         let one = dense(&piece.problem, [&cut(q, of), &k, &v], own, work)?;
         for (into, from) in [(&mut all.o, &one.o), (&mut all.weighted, &one.weighted), (&mut all.lost, &one.lost)] {
             paste(into, of, from);

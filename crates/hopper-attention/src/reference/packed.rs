@@ -1,7 +1,8 @@
 //! Problems with packed sequences or used lengths, for the oracle and the plain computation: one sequence at a time, as a
 //! problem of its own.
 
-use super::{Tensor, place};
+use super::additive::Additive;
+use super::{Modifiers, Tensor, place};
 use crate::error::Result;
 use crate::problem::ForwardProblem;
 use crate::sequences::{Lengths, SequenceRows};
@@ -13,21 +14,55 @@ pub(super) struct Piece {
     pub q: SequenceRows,
     pub kv: SequenceRows,
     pub problem: ForwardProblem,
+    /// Its part of the bias, `[1, 1 or heads_q, 1 or q.len, kv.len]`. `None` where there is none.
+    pub bias: Option<Vec<f64>>,
+}
+
+impl Piece {
+    fn of(problem: &ForwardProblem, [q, kv]: [SequenceRows; 2], modifiers: &Modifiers<'_>) -> Self {
+        let piece = Self { problem: problem.of_sequence(q.len, kv.len), sequence: q.sequence, q, kv, bias: None };
+        let bias = Additive::of(problem, modifiers).map(|bias| {
+            let mut own = Vec::new();
+            piece.each_row_of_bias(&bias, |row| own.extend(bias.keys(row, kv.len)));
+            own
+        });
+        Self { bias, ..piece }
+    }
+
+    /// Calls `take` with the number of each row of the bias that this sequence has, in the order of its part.
+    fn each_row_of_bias(&self, bias: &Additive<'_>, mut take: impl FnMut(usize)) {
+        let [_, heads, queries, _] = self.problem.bias_shape();
+        for (head, query) in (0..heads).flat_map(|head| (0..queries).map(move |query| (head, query))) {
+            take(bias.row([self.sequence, head, query]));
+        }
+    }
+
+    /// Adds elements of a gradient of its part to those of the whole bias, whose values do not matter.
+    pub fn add_to_bias<T: Copy>(&self, bias: &Additive<'_>, into: &mut [T], from: &[T], add: impl Fn(&mut T, T)) {
+        let (own, all) = (self.kv.len, bias.keys_of_row());
+        let mut parts = from.chunks_exact(own.max(1));
+        self.each_row_of_bias(bias, |row| {
+            let from = parts.next().unwrap_or_default();
+            into[row * all..][..own].iter_mut().zip(from).for_each(|(into, &from)| add(into, from));
+        });
+    }
 }
 
 /// The sequences of a problem that have rows. `None` for a problem without packed tensors and used lengths.
 ///
 /// # Errors
 /// As [`Lengths::check`].
-pub(super) fn pieces(problem: &ForwardProblem, lengths: &Lengths<'_>) -> Result<Option<Vec<Piece>>> {
+pub(super) fn pieces(
+    problem: &ForwardProblem,
+    lengths: &Lengths<'_>,
+    modifiers: &Modifiers<'_>,
+) -> Result<Option<Vec<Piece>>> {
     lengths.check(problem)?;
     if !problem.has_lengths() {
         return Ok(None);
     }
-    let piece =
-        |[q, kv]: [SequenceRows; 2]| Piece { problem: problem.of_sequence(q.len, kv.len), sequence: q.sequence, q, kv };
-    let pieces = lengths.sequences(problem).map(piece);
-    Ok(Some(pieces.filter(|piece| piece.q.len > 0 || piece.kv.len > 0).collect()))
+    let sequences = lengths.sequences(problem).filter(|[q, kv]| q.len > 0 || kv.len > 0);
+    Ok(Some(sequences.map(|rows| Piece::of(problem, rows, modifiers)).collect()))
 }
 
 /// Which rows of a tensor `[batch, seqlen, ..]` belong to a sequence, in the order of the tensor.

@@ -87,13 +87,15 @@ pub(super) fn forward_plain_told(
 ) -> Result<Plain> {
     check_inputs(problem, q, k, v)?;
     modifiers.check(problem)?;
-    let Some(pieces) = pieces(problem, lengths)? else { return dense(problem, [q, k, v], modifiers, scale_o, work) };
+    let Some(pieces) = pieces(problem, lengths, &modifiers)? else {
+        return dense(problem, [q, k, v], modifiers, scale_o, work);
+    };
     let rows = problem.lse_shape();
     let lse = vec![f64::NEG_INFINITY; rows.iter().product()];
     let mut all = Plain { o: Tensor::zeros(problem.o_shape()), lse, max_logits: no_logits(problem) };
-    for piece in pieces {
+    for piece in &pieces {
         let (k, v) = (cut(k, &piece.kv), cut(v, &piece.kv));
-        let own = modifiers.of_sequence(problem, piece.sequence);
+        let own = modifiers.of_sequence(problem, piece);
         let one = dense(&piece.problem, [&cut(q, &piece.q), &k, &v], own, scale_o, work)?;
         paste(&mut all.o, &piece.q, &one.o);
         paste_list(&mut all.lse, rows, &piece.q, &one.lse);

@@ -12,7 +12,7 @@ use crate::device::upload;
 use crate::error::{Error, Result};
 use crate::operand::Slot;
 use crate::problem::ForwardProblem;
-use crate::sequences::{Side, check_offsets, check_used};
+use crate::sequences::{Side, check_covered, check_offsets, check_used};
 use crate::tensor::{AnyTensor, Numbers, TensorRef};
 
 /// Where packed sequences begin, checked and on a device: `batch + 1` offsets from 0 up that do not decrease.
@@ -194,6 +194,10 @@ impl<'a> Args<'a> {
             // Offsets that nobody checked may make sequences of any length.
             if let Some(used) = used.filter(|_| offsets.is_some() || !problem.wants(of_offsets)) {
                 check_used(of_used.name(), used, offsets, rows)?;
+            }
+            // Used lengths that nobody checked make no sequence longer.
+            if !(problem.wants(of_used) && used.is_none()) {
+                check_covered(problem, side, (offsets, used))?;
             }
         }
         Ok(())

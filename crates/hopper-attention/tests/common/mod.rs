@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use hopper_attention::reference::Tensor;
-use hopper_attention::{Corner, Dims, Element, Layout, Mask, Stream, TensorMut, TensorRef, Workspace};
+use hopper_attention::{Args, Corner, Dims, Element, Layout, Mask, Slot, Stream, TensorMut, TensorRef, Workspace};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
@@ -34,6 +34,27 @@ pub fn of<T: Element, const R: usize>(data: &[T], shape: [usize; R]) -> TensorRe
 /// The same to write.
 pub fn into<T: Element, const R: usize>(data: &mut [T], shape: [usize; R]) -> TensorMut<'_, T, R> {
     TensorMut::host(data, dense(shape)).unwrap()
+}
+
+/// Adds a tensor of any rank to read, row-major without gaps.
+pub fn read<'a, T: Element>(args: Args<'a>, slot: Slot, data: &'a [T], shape: &[usize]) -> Args<'a> {
+    match *shape {
+        [a] => args.read(slot, TensorRef::host(data, dense([a])).unwrap()),
+        [a, b] => args.read(slot, TensorRef::host(data, dense([a, b])).unwrap()),
+        [a, b, c] => args.read(slot, TensorRef::host(data, dense([a, b, c])).unwrap()),
+        [a, b, c, d] => args.read(slot, TensorRef::host(data, dense([a, b, c, d])).unwrap()),
+        _ => unreachable!("{shape:?}"),
+    }
+}
+
+/// The same to write.
+pub fn write<'a, T: Element>(args: Args<'a>, slot: Slot, data: &'a mut [T], shape: &[usize]) -> Args<'a> {
+    match *shape {
+        [a, b] => args.write(slot, TensorMut::host(data, dense([a, b])).unwrap()),
+        [a, b, c] => args.write(slot, TensorMut::host(data, dense([a, b, c])).unwrap()),
+        [a, b, c, d] => args.write(slot, TensorMut::host(data, dense([a, b, c, d])).unwrap()),
+        _ => unreachable!("{shape:?}"),
+    }
 }
 
 /// The same for the oracle.

@@ -20,7 +20,7 @@ fn main() {
         most_shares: 1,
         packs: false,
         drops: [false; 2],
-        adds_bias: false,
+        adds_bias: [false; 2],
         modifiers: todo!(),
     };
     let _ = KernelInfo { smem_bytes: 0, ..kernels()[0] };

@@ -14,6 +14,4 @@
 #define HATTN_BWD_SM80_BIAS_64_64(...)
 #define HATTN_BWD_SM80_BIAS_64_32(...)
 #define HATTN_BWD_SM80_BIAS_128_64(...)
-#define HATTN_BWD_SM80_BIAS_128_32(dtype, ...) \
-  template struct hattn::BwdBiasGradient<      \
-      hattn::sm80::BwdTraits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;
+#define HATTN_BWD_SM80_BIAS_128_32(dtype, ...) HATTN_INSTANTIATE_BIAS(hattn::sm80::BwdTraits, dtype, __VA_ARGS__)

@@ -24,8 +24,8 @@ struct BwdLaunch {
     }
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
-      if constexpr (Packed::kTakesDropout) {
-        status = is_ok(status) ? prepare_kernel(bwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+      if constexpr (Packed::kTakesBias) {
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Packed>>, Packed::kSmemBytes) : status;
       }
       status = is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
     }
@@ -56,8 +56,8 @@ struct BwdLaunch {
   static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
     return launch_packed_backward<Packed>(params, stream, no_maps, [&]() {
       auto* kernel = bwd_kernel<Packed>;
-      if constexpr (Packed::kTakesDropout) {
-        kernel = has_dropout(params) ? bwd_kernel<DropoutTraits<Packed>> : kernel;
+      if constexpr (Packed::kTakesBias) {
+        kernel = has_bias(params) || has_dropout(params) ? bwd_kernel<BiasTraits<Packed>> : kernel;
       }
       kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_bwd_scalars<Packed>(params));
     });

@@ -220,6 +220,16 @@ struct BwdMma {
       constexpr float kMasked = -FLT_MAX;
       bool const capped = scalars.softcap.caps();
       float const masked = capped ? kMasked : -INFINITY;
+      // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+      auto const hide_past_queries = [&]() __attribute__((always_inline)) {
+        if (Traits::kIsPacked && (m_chunk + 1) * kChunk > band.seqlen_q) {
+          CUTE_UNROLL
+          for (int strip = 0; strip < kStrips; ++strip) {
+            auto& strip_scores = scores.strip(strip);
+            hide_queries(strip_scores, band.seqlen_q - m_chunk * kChunk - lane % 4 * 2, masked);
+          }
+        }
+      };
       // (A problem with both a cap and ALiBi never comes here: the plan refuses it. There are no registers for both.)
       if (__builtin_expect(has_alibi(params), false)) {
         float const slope = alibi_slope(params.alibi, storage.tile.batch, storage.head[stage], scalars.scale_log2);
@@ -231,26 +241,23 @@ struct BwdMma {
           auto& strip_scores = scores.strip(strip);
           add_alibi<kChunk>(strip_scores, slope, distance + 16 * strip);
         }
-        // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
-        if (Traits::kIsPacked && (m_chunk + 1) * kChunk > band.seqlen_q) {
-          CUTE_UNROLL
-          for (int strip = 0; strip < kStrips; ++strip) {
-            auto& strip_scores = scores.strip(strip);
-            hide_queries(strip_scores, band.seqlen_q - m_chunk * kChunk - lane % 4 * 2, masked);
-          }
-        }
+        hide_past_queries();
       }
       // (Nor is there ever a cap beside a bias.)
       if constexpr (Traits::kAddsBias) {
-        if (has_bias(params)) {
+        int const seqlen_q = Traits::kIsPacked ? band.seqlen_q : scalars.seqlen_q;
+        int const seqlen_kv = Traits::kIsPacked ? band.seqlen_kv : scalars.seqlen_kv;
+        // (A packed sequence may have no queries, and no biases then.)
+        if (has_bias(params) && (!Traits::kIsPacked || seqlen_q > 0)) {
           CUTE_UNROLL
           for (int strip = 0; strip < kStrips; ++strip) {
             add_bias_transposed<kChunk, Traits::kBiasAtATime>(
                 scores.strip(strip), scalars.scale_log2,
                 [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.head[stage]); },
-                n_pair * Traits::kKeys + 16 * strip + lane / 4, scalars.seqlen_kv, m_chunk * kChunk + lane % 4 * 2,
-                scalars.seqlen_q, masked);
+                n_pair * Traits::kKeys + 16 * strip + lane / 4, seqlen_kv, m_chunk * kChunk + lane % 4 * 2, seqlen_q,
+                masked);
           }
+          hide_past_queries();
         }
       }
       if constexpr (kIsListed) {

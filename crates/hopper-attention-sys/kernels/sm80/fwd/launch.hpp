@@ -24,8 +24,8 @@ struct FwdLaunch {
     }
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
-      if constexpr (Packed::kTakesDropout) {
-        status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Packed>>, Packed::kSmemBytes) : status;
+      if constexpr (Packed::kTakesBias) {
+        status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Packed>>, Packed::kSmemBytes) : status;
       }
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
     }
@@ -54,8 +54,8 @@ struct FwdLaunch {
   static Status launch_packed(FwdParams const& params, CUstream_st* stream) noexcept {
     return launch_packed_forward<Packed>(params, stream, no_maps, [&]() {
       auto* kernel = fwd_kernel<Packed>;
-      if constexpr (Packed::kTakesDropout) {
-        kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Packed>> : kernel;
+      if constexpr (Packed::kTakesBias) {
+        kernel = has_bias(params) || has_dropout(params) ? fwd_kernel<BiasTraits<Packed>> : kernel;
       }
       kernel<<<params.grid, Traits::kThreads, Packed::kSmemBytes, stream>>>(params, packed_fwd_scalars(params));
     });

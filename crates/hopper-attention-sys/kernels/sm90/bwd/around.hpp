@@ -10,5 +10,4 @@
 #define HATTN_BWD_SM90_CONVERT(dtype, ...)                                    \
   HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, dtype, __VA_ARGS__)       \
   HATTN_INSTANTIATE_CONVERT(hattn::sm90::BwdTraits, dtype, __VA_ARGS__, true) \
-  template struct hattn::BwdBiasGradient<                                     \
-      hattn::sm90::BwdTraits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;
+  HATTN_INSTANTIATE_BIAS(hattn::sm90::BwdTraits, dtype, __VA_ARGS__)

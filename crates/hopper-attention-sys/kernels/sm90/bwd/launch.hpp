@@ -28,6 +28,9 @@ struct BwdLaunch {
       if constexpr (kDraws) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<Drawing>, Traits::kSmemBytes) : status;
       }
+      if constexpr (Packed::kTakesBias) {
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Packed>>, Packed::kSmemBytes) : status;
+      }
       status = is_ok(status) ? prepare_schedule() : status;
       return is_ok(status) ? prepare_backward<Packed>(bwd_kernel<Packed>) : status;
     }
@@ -98,8 +101,12 @@ struct BwdLaunch {
       return encode.status;
     };
     return launch_packed_backward<Packed>(params, stream, encode_maps, [&]() {
-      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, bwd_kernel<Packed>, params,
-                   scalars, map_q, map_k, map_v, map_d_o);
+      auto* kernel = bwd_kernel<Packed>;
+      if constexpr (Packed::kTakesBias) {
+        kernel = has_bias(params) ? bwd_kernel<BiasTraits<Packed>> : kernel;
+      }
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, kernel, params, scalars, map_q,
+                   map_k, map_v, map_d_o);
     });
   }
 };

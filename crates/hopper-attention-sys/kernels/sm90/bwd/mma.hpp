@@ -186,6 +186,22 @@ struct BwdMma {
       }
       return slope;
     };
+    // Its query head.
+    [[maybe_unused]] auto head_of_block = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        return Traits::kIsPacked ? storage.modifiers.head[ring.stage]
+                                 : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
+      } else {
+        return 0;
+      }
+    };
+    // The queries and keys of the tile's sequence.
+    [[maybe_unused]] auto queries_of_tile = [&]() __attribute__((always_inline)) {
+      return Traits::kIsPacked ? band.seqlen_q : scalars.seqlen_q;
+    };
+    [[maybe_unused]] auto keys_of_tile = [&]() __attribute__((always_inline)) {
+      return Traits::kIsPacked ? band.seqlen_kv : scalars.seqlen_kv;
+    };
     // The block of keys of the step.
     auto n_block_of_step = [&]() __attribute__((always_inline)) {
       return kReadsAgain ? warp_value(storage.tile[k.stage].block) : n_block;
@@ -208,7 +224,7 @@ struct BwdMma {
     // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
     auto hide_past_queries = [&]() __attribute__((always_inline)) {
       int const left = band.seqlen_q - visits.block(visit) * kM;
-      if (kModified && Traits::kIsPacked && has_alibi(params) && left < kM) {
+      if (kModified && Traits::kIsPacked && (Traits::kAddsBias || has_alibi(params)) && left < kM) {
         hide_queries(tS, left - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
       }
     };
@@ -319,15 +335,13 @@ struct BwdMma {
         if (has_dropout(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
           int const batch = warp_value(storage.tile[k.stage].batch);
-          int const head = Traits::kIsPacked ? storage.modifiers.head[ring.stage]
-                                             : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
           // The words come to where the warp's dS goes later. Before them a bias was there.
           auto const meet = [&]() { named_barrier_sync(6 + 2 * consumer + thread / 64, 64); };
           if constexpr (Traits::kAddsBias) {
             meet();
           }
           see_kept_by_two<kM>(
-              DropoutOfHead::of(params.dropout, batch * params.heads_q + head), params.dropout.dropped,
+              DropoutOfHead::of(params.dropout, batch * params.heads_q + head_of_block()), params.dropout.dropped,
               n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4, m_block_of_step() * kM, thread % 4,
               own_d_s(thread) + thread % 32 * 8, d_s_of(warp_row(thread) ^ 16) + thread % 32 * 8,
               meet, [&](int at, std::uint32_t kept) __attribute__((always_inline)) {
@@ -406,8 +420,7 @@ struct BwdMma {
     };
     auto bias_of_head = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kAddsBias) {
-        return BiasOfHead::of(params, warp_value(storage.tile[k.stage].batch),
-                              static_cast<int>(storage.modifiers.slope_or_head[ring.stage]));
+        return BiasOfHead::of(params, warp_value(storage.tile[k.stage].batch), head_of_block());
       }
     };
     using WarpBias = CopiedBiasTransposed<kM, kN * kSlabRowBytes>;
@@ -416,8 +429,8 @@ struct BwdMma {
       if constexpr (Traits::kAddsBias) {
         if (more && is_copied(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
-          WarpBias::begin(own_d_s(thread), bias_of_head(), visits.block(visit) * kM, scalars.seqlen_q,
-                          n_block * kN + warp_row(thread), scalars.seqlen_kv, thread % 32);
+          WarpBias::begin(own_d_s(thread), bias_of_head(), visits.block(visit) * kM, queries_of_tile(),
+                          n_block_of_step() * kN + warp_row(thread), keys_of_tile(), thread % 32);
         }
       }
     };
@@ -432,9 +445,12 @@ struct BwdMma {
           __syncwarp();
           return;
         }
+        if (Traits::kIsPacked && queries_of_tile() == 0) {
+          return;  // a sequence without queries may have no biases
+        }
         add_bias_transposed<kM, Traits::kBiasAtATime>(
-            tS, scalars.scale_log2, bias_of_head, n_block * kN + warp_row(thread) + thread % 32 / 4, scalars.seqlen_kv,
-            visits.block(visit) * kM + 2 * (thread % 4), scalars.seqlen_q, kMasked);
+            tS, scalars.scale_log2, bias_of_head, n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4,
+            keys_of_tile(), visits.block(visit) * kM + 2 * (thread % 4), queries_of_tile(), kMasked);
       }
     };
     // P of a block, from its scores.

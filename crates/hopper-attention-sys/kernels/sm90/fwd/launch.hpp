@@ -33,6 +33,9 @@ struct FwdLaunch {
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+      if constexpr (Packed::kTakesBias) {
+        status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Packed>>, Packed::kSmemBytes) : status;
+      }
     }
     if constexpr (Traits::kIsListed) {
       status = is_ok(status) ? prepare_blocks() : status;
@@ -114,7 +117,11 @@ struct FwdLaunch {
       return encode.status;
     };
     return launch_packed_forward<Packed>(params, stream, encode_maps, [&]() {
-      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, fwd_kernel<Packed>, params,
+      auto* kernel = fwd_kernel<Packed>;
+      if constexpr (Packed::kTakesBias) {
+        kernel = has_bias(params) ? fwd_kernel<BiasTraits<Packed>> : kernel;
+      }
+      start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, kernel, params,
                    packed_fwd_scalars(params), map_q, map_k, map_v, map_o);
     });
   }

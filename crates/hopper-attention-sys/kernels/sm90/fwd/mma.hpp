@@ -50,6 +50,8 @@ struct Mma {
   static constexpr bool kRenews =
       kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
                     (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
+  // Whether the band of a packed tile is worked out where it is needed, for the same reason.
+  static constexpr bool kReadsBand = kAddsBias && Traits::kIsPacked;
   // Whether the maximum of a tile's first block is always looked at first.
   CUTE_DEVICE static bool is_compared(FwdParams const& params) { return kAddsBias || (kModified && has_alibi(params)); }
   // Whether a warpgroup may pass over visits of its tile.
@@ -103,7 +105,7 @@ struct Mma {
     auto await_tile = [&](int buffer, int parity) {
       storage.tile_full[buffer].wait(parity);
       auto const& tile = storage.tile[buffer];
-      if constexpr (Traits::kIsPacked) {
+      if constexpr (Traits::kIsPacked && !kReadsBand) {
         Band const band_of_next = band_of_tile(params, tile);
         band.left_offset = __shfl_sync(0xffffffffU, band_of_next.left_offset, 0);
         band.right_offset = __shfl_sync(0xffffffffU, band_of_next.right_offset, 0);
@@ -115,6 +117,23 @@ struct Mma {
         all_entries = __shfl_sync(0xffffffffU, tile.total, 0);
       }
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
+    };
+
+    auto read_shared = [&](auto const& from) __attribute__((always_inline)) {
+      std::uint32_t word;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(cute::cast_smem_ptr_to_uint(&from)) : "memory");
+      return word;
+    };
+    // The band of the tile's sequence.
+    auto band_of_sequence = [&]() __attribute__((always_inline))->std::conditional_t<kReadsBand, Band, Band const&> {
+      if constexpr (kReadsBand) {
+        typename Traits::TileRecord tile{};
+        tile.q_len = __shfl_sync(0xffffffffU, read_shared(storage.tile[q.stage].q_len), 0);
+        tile.kv_len = __shfl_sync(0xffffffffU, read_shared(storage.tile[q.stage].kv_len), 0);
+        return band_of_tile(params, tile);
+      } else {
+        return band;
+      }
     };
 
     auto arrive_k = [&]() {
@@ -144,8 +163,8 @@ struct Mma {
         visits = visits_of_list<Traits::kTileN>(masked_entries, all_entries);
         return 0;
       }
-      Band of_tile = band;
-      if constexpr (kAddsBias) {
+      Band of_tile = band_of_sequence();
+      if constexpr (kAddsBias && !kReadsBand) {
         of_tile.seqlen_kv = anew(band.seqlen_kv);  // what follows from it would be kept all through the loop
       }
       KeyVisits const tile_visits = Shares<Traits>::visits(of_tile, m_block);
@@ -157,7 +176,7 @@ struct Mma {
         return 0;
       } else {
         int const strip = m_block * Traits::kConsumers + self();
-        visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(band, strip, tile_visits);
+        visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(kReadsBand ? of_tile : band, strip, tile_visits);
         if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
           visits.begin = tile_visits.begin;  // of_rows begins with the first key
         }
@@ -171,7 +190,7 @@ struct Mma {
     auto skipped_after = [&]() __attribute__((always_inline)) {
       if constexpr (kMask == MaskClass::Window && Traits::kWays == 1) {
         // (Else what it is made of is kept from enter_tile on.)
-        return visits.skipped_after(Shares<Traits>::visits(band, kModified ? anew(m_block) : m_block));
+        return visits.skipped_after(Shares<Traits>::visits(band_of_sequence(), kModified ? anew(m_block) : m_block));
       } else {
         return 0;
       }
@@ -223,7 +242,8 @@ struct Mma {
       }
     };
     auto mask_block = [&](int visit) __attribute__((always_inline)) {
-      apply_mask<kMask, Traits::kTileN>(tSrS, band, own_row(), 2 * (Traits::thread_index() % 4), visits.block(visit));
+      apply_mask<kMask, Traits::kTileN>(tSrS, band_of_sequence(), own_row(), 2 * (Traits::thread_index() % 4),
+                                        visits.block(visit));
     };
     auto buffer_of = [](int record) { return Traits::kWritesOutput ? 0 : record; };
     auto issue_scores = [&]() {
@@ -239,13 +259,8 @@ struct Mma {
       release_v();
     };
 
-    // Rows for modified scores. The slope of the tile, its block, and the diagonal of its sequence. (Read where they
-    // are needed: registers are short.)
-    auto read_shared = [&](auto const& from) __attribute__((always_inline)) {
-      std::uint32_t word;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(cute::cast_smem_ptr_to_uint(&from)) : "memory");
-      return word;
-    };
+    // Rows for modified scores. The slope of the tile, and the diagonal of its sequence. (Read where they are needed:
+    // registers are short.)
     auto slope_of_tile = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         return __uint_as_float(read_shared(storage.modifiers.slope[q.stage]));
@@ -256,7 +271,7 @@ struct Mma {
     auto diagonal = [&]() __attribute__((always_inline)) {
       int offset = params.diagonal_offset;
       if constexpr (Traits::kIsPacked && Traits::kScoresWait && kMask == MaskClass::Window) {
-        offset = diagonal_of(params, band);
+        offset = diagonal_of(params, band_of_sequence());
       } else if constexpr (Traits::kIsPacked) {
         if (params.sequences.bottom_right) {
           auto const& tile = storage.tile[q.stage];
@@ -292,6 +307,21 @@ struct Mma {
       return BiasOfHead::of(params, static_cast<int>(read_shared(tile.batch)),
                             static_cast<int>(read_shared(tile.head)));
     };
+    // The queries and keys of the tile's sequence.
+    auto queries_of_tile = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kIsPacked) {
+        return static_cast<int>(read_shared(storage.tile[q.stage].q_len));
+      } else {
+        return scalars.seqlen_q;
+      }
+    };
+    auto keys_of_tile = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kIsPacked) {
+        return static_cast<int>(read_shared(storage.tile[q.stage].kv_len));
+      } else {
+        return scalars.seqlen_kv;
+      }
+    };
     // Where the warp has the bias of its queries and the next block.
     auto copied_bias = [&]() __attribute__((always_inline)) {
       if constexpr (kCopiesBias) {
@@ -304,7 +334,7 @@ struct Mma {
         int const lane = thread_index_anew() & 31;
         Traits::WarpBias::template begin<decltype(ragged)::value>(
             is_copied(params) && m_block >= 0 && block >= 0, copied_bias(), bias_of_head(), own_row_anew() - lane / 4,
-            scalars.seqlen_q, block * Traits::kTileN, scalars.seqlen_kv, lane);
+            queries_of_tile(), block * Traits::kTileN, keys_of_tile(), lane);
       }
     };
     auto copy_first_bias = [&]() __attribute__((always_inline)) {
@@ -332,8 +362,8 @@ struct Mma {
           }
         }
         add_bias<decltype(ragged)::value, Traits::kTileN, Traits::kBiasAtATime>(
-            tSrS, scalars.scale_log2, bias_of_head, own_row_anew(), scalars.seqlen_q,
-            visits.block(visit) * Traits::kTileN, thread_index_anew() & 3, scalars.seqlen_kv);
+            tSrS, scalars.scale_log2, bias_of_head, own_row_anew(), queries_of_tile(),
+            visits.block(visit) * Traits::kTileN, thread_index_anew() & 3, keys_of_tile());
       }
     };
     // Behind make_p.
@@ -425,7 +455,7 @@ struct Mma {
         int const block = visits.block(visits.first());
         mask_block(visits.first());
         softmax.first_masked_block(tSrS, scale_of_scores(),
-                                   keys_before_edge<kMask, Traits::kTileN>(band, own_row(), block));
+                                   keys_before_edge<kMask, Traits::kTileN>(band_of_sequence(), own_row(), block));
         see_references();
       } else if constexpr (!kAddsBias) {
         see_largest();

@@ -136,15 +136,17 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kDrops = kTakesDropout;
   // Reading the bias takes most of the time, whatever the mask and the head dim. So few kernels do it, with any mask.
   static constexpr bool kTakesBias =
-      kModified && !kPacked && kMask == MaskClass::Window && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
+      kModified && kMask == MaskClass::Window && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
   // Whether warps may copy the bias of their next block (common/copied_bias.hpp). Above head dim 128 there are no
   // registers for it.
   static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= 128;
   // Columns of a bias that are read at a time, of eight each.
   static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
-  // Above head dim 192 tiles leave little room.
-  static constexpr int kTableBytes = !kPacked ? 0 : kScoresWait ? 1024 : kMostTableBytes;
+  // Above head dim 192 tiles leave little room, and at 128 with the bias of a block beside them.
+  static constexpr int kTableBytes = !kPacked                                          ? 0
+                                     : kScoresWait || (kCopiesBias && kHeadDimQK > 64) ? 1024
+                                                                                       : kMostTableBytes;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true, kModified>;
   using Scalars =
       std::conditional_t<kPacked, PackedFwdScalars, std::conditional_t<kIsListed, ListedFwdScalars, FwdScalars>>;

@@ -7,6 +7,7 @@ mod flushed;
 use std::f64::consts::SQRT_2;
 
 use super::super::additive::Added;
+use super::super::additive::Additive;
 use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
@@ -184,7 +185,7 @@ pub(in super::super) fn backward_told(
 ) -> Result<BackwardOracle> {
     check_backward_inputs(problem, inputs, d_lse)?;
     modifiers.check(problem.forward())?;
-    let Some(pieces) = pieces(problem.forward(), lengths)? else {
+    let Some(pieces) = pieces(problem.forward(), lengths, &modifiers)? else {
         return dense(problem, inputs, d_lse, modifiers, work);
     };
     let [q, k, v, d_o] = inputs;
@@ -193,15 +194,16 @@ pub(in super::super) fn backward_told(
     let [d_q_noise, d_k_noise, d_v_noise] = shapes.map(Noise::none);
     let heads = if problem.wants_d_sinks() { problem.dims().heads_q } else { 0 };
     let (d_sinks, d_sinks_noise) = (vec![0.0; heads], vec![SinkNoise::default(); heads]);
-    // Such a problem has no bias.
-    let (d_bias, d_bias_noise) = (vec![], vec![]);
+    let bias = Additive::of(problem.forward(), &modifiers).filter(|_| problem.wants_d_bias());
+    let biases = bias.map_or(0, |_| problem.forward().bias_shape().iter().product());
+    let (d_bias, d_bias_noise) = (vec![0.0; biases], vec![BiasNoise::default(); biases]);
     let mut all =
         BackwardOracle { d_q, d_k, d_v, d_q_noise, d_k_noise, d_v_noise, d_sinks, d_sinks_noise, d_bias, d_bias_noise };
-    for piece in pieces {
+    for piece in &pieces {
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
         let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
-        let own = modifiers.of_sequence(problem.forward(), piece.sequence);
+        let own = modifiers.of_sequence(problem.forward(), piece);
         let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), own, work)?;
         for (into, rows, from) in
             [(&mut all.d_q, of_q, &one.d_q), (&mut all.d_k, of_kv, &one.d_k), (&mut all.d_v, of_kv, &one.d_v)]
@@ -213,6 +215,10 @@ pub(in super::super) fn backward_told(
         all.d_v_noise.paste(of_kv, &one.d_v_noise);
         all.d_sinks.iter_mut().zip(one.d_sinks).for_each(|(sum, of_sequence)| *sum += of_sequence);
         all.d_sinks_noise.iter_mut().zip(one.d_sinks_noise).for_each(|(sum, other)| *sum = sum.with(other));
+        if let Some(bias) = &bias {
+            piece.add_to_bias(bias, &mut all.d_bias, &one.d_bias, |sum, of_sequence| *sum += of_sequence);
+            piece.add_to_bias(bias, &mut all.d_bias_noise, &one.d_bias_noise, |sum, other| *sum = sum.with(other));
+        }
     }
     Ok(all)
 }

@@ -95,27 +95,42 @@ pub(in super::super) fn backward_plain_told(
 ) -> Result<BackwardPlain> {
     check_backward_inputs(problem, inputs, d_lse)?;
     modifiers.check(problem.forward())?;
-    let Some(pieces) = pieces(problem.forward(), lengths)? else {
-        return dense(problem, inputs, d_lse, modifiers, work);
+    let Some(pieces) = pieces(problem.forward(), lengths, &modifiers)? else {
+        return Ok(dense(problem, inputs, d_lse, modifiers, work)?.with_rounded_bias(problem));
     };
     let [q, k, v, d_o] = inputs;
     let [d_q, d_k, d_v] = [problem.d_q_shape(), problem.d_k_shape(), problem.d_v_shape()].map(Tensor::zeros);
-    let mut all = BackwardPlain { d_q, d_k, d_v, d_sinks: no_gradients(problem), d_bias: vec![] };
-    for piece in pieces {
+    let bias = Additive::of(problem.forward(), &modifiers).filter(|_| problem.wants_d_bias());
+    let d_bias = vec![0.0; bias.map_or(0, |_| problem.forward().bias_shape().iter().product())];
+    let mut all = BackwardPlain { d_q, d_k, d_v, d_sinks: no_gradients(problem), d_bias };
+    for piece in &pieces {
         let (of_q, of_kv) = (&piece.q, &piece.kv);
         let d_lse = d_lse.map(|d_lse| cut_list(d_lse, problem.d_lse_shape(), of_q));
         let inputs = [&cut(q, of_q), &cut(k, of_kv), &cut(v, of_kv), &cut(d_o, of_q)];
-        let own = modifiers.of_sequence(problem.forward(), piece.sequence);
+        let own = modifiers.of_sequence(problem.forward(), piece);
         let one = dense(&problem.of_sequence(&piece.problem), inputs, d_lse.as_deref(), own, work)?;
         paste(&mut all.d_q, of_q, &one.d_q);
         paste(&mut all.d_k, of_kv, &one.d_k);
         paste(&mut all.d_v, of_kv, &one.d_v);
         all.d_sinks.iter_mut().zip(one.d_sinks).for_each(|(sum, of_sequence)| *sum += of_sequence);
+        if let Some(bias) = &bias {
+            piece.add_to_bias(bias, &mut all.d_bias, &one.d_bias, |sum, of_sequence| *sum += of_sequence);
+        }
     }
-    Ok(all)
+    Ok(all.with_rounded_bias(problem))
 }
 
-/// The plain computation of a problem whose sequences all have the same lengths.
+impl BackwardPlain {
+    /// With the sums of the gradient of the bias in its type.
+    fn with_rounded_bias(mut self, problem: &BackwardProblem) -> Self {
+        let round = rounding(problem.forward().bias().map_or(DType::F32, |bias| bias.dtype()));
+        self.d_bias.iter_mut().for_each(|sum| *sum = f64::from(round(*sum as f32)));
+        self
+    }
+}
+
+/// The plain computation of a problem whose sequences all have the same lengths. Sums of the gradient of the bias are not rounded to
+/// its type.
 fn dense(
     problem: &BackwardProblem,
     inputs: [&Tensor; 4],
@@ -262,7 +277,6 @@ impl Backward<'_> {
             return vec![];
         };
         let (dims, shape) = (self.problem.dims(), forward.bias_shape());
-        let round = rounding(forward.bias().map_or(DType::F32, |bias| bias.dtype()));
         let mut sums = vec![0.0_f32; shape.iter().product()];
         let keys = dims.seqlen_kv;
         for i in 0..if keys == 0 { 0 } else { self.rows.len() } {
@@ -275,7 +289,7 @@ impl Backward<'_> {
                 }
             });
         }
-        sums.into_iter().map(|sum| f64::from(round(sum))).collect()
+        sums.into_iter().map(f64::from).collect()
     }
 
     /// P and dS of a pair, rounded to the input type. `keeps`: whether dropout keeps it. `None` for a pair that has no part in any gradient.

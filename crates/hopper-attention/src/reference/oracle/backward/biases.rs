@@ -25,6 +25,19 @@ pub struct BiasNoise {
     pub terms: usize,
 }
 
+impl BiasNoise {
+    /// That of a sum of two elements, which have no pair in common.
+    pub(super) fn with(self, other: Self) -> Self {
+        Self {
+            deviation: self.deviation.hypot(other.deviation),
+            weighted: self.weighted.hypot(other.weighted),
+            of_delta: self.of_delta + other.of_delta,
+            alike: self.alike.max(other.alike),
+            terms: self.terms + other.terms,
+        }
+    }
+}
+
 /// An element's sums: its value, the squares of its noise and of its terms, P, and P times what its row has in common.
 #[derive(Clone, Copy, Default)]
 struct Sum {
