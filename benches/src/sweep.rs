@@ -208,10 +208,7 @@ impl Sweep {
             "--bias with --dtypes e4m3: e4m3 operands have no bias; allowed: --dtypes bf16,f16"
         );
         ensure!(self.packed.is_empty(), "--bias with --packed is not timed yet; allowed: one of them");
-        ensure!(
-            self.block_mask.is_empty(),
-            "--bias with --block-mask: no kernel has a bias beside lists of blocks; allowed: one of them"
-        );
+        ensure!(self.block_mask.is_empty(), "--bias with --block-mask is not timed yet; allowed: one of them");
         ensure!(
             !gradients || self.softcap.is_none(),
             "--bias with --softcap and --directions bwd: no kernel has gradients of both; allowed: --directions fwd, or one of them"

@@ -341,8 +341,13 @@ class Torch(unittest.TestCase):
         o = hopper_attention.attention(q, k, v, attn_mask=kept)
         causal = hopper_attention.attention(q, k, v, causal=True)
         self.assertLess((o - causal).abs().max(), 0.02 * causal.abs().max())
+        biased = hopper_attention.attention(q, k, v, attn_mask=kept, bias=torch.zeros(130, 130, device="cuda"))
+        self.assertLess((biased - causal).abs().max(), 0.02 * causal.abs().max())
+        # The backward of a bias beside a cap. (It is asked for where gradients are.)
+        q, k, v = (x[..., :64].contiguous().requires_grad_() for x in (q, k, v))
         with self.assertRaises(HattnError) as refused:
-            hopper_attention.attention(q, k, v, attn_mask=kept, bias=torch.zeros(130, 130, device="cuda"))
+            bias = torch.zeros(130, 130, device="cuda")
+            hopper_attention.attention(q, k, v, attn_mask=kept, bias=bias, softcap=9.0).sum().backward()
         self.assertEqual(refused.exception.status, abi.ERROR_UNSUPPORTED)
 
     @unittest.skipIf(NO_GPU, NO_GPU)

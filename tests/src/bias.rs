@@ -4,7 +4,7 @@ use hopper_attention::{Corner, Mask};
 use hopper_attention_verify::case::random::capped;
 
 use crate::alibi::Alibi;
-use crate::blocks::Blocks;
+use crate::blocks::{self, Blocks};
 use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
@@ -57,6 +57,12 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
         }
     }
     cases
+}
+
+/// The same beside lists of blocks, of which some have other modifiers, too.
+pub fn listed_cases(grid: Grid) -> Vec<Case> {
+    // (The numbers of biases and of modifiers have no divisor in common.)
+    blocks::modified_cases(grid).into_iter().zip(Bias::all().cycle()).map(|(case, bias)| case.bias(bias)).collect()
 }
 
 /// What a wrong bias is made of: the numbers of a bias that has every dimension, and where they are.

@@ -171,7 +171,10 @@ fn biases_are_refused_by_name_through_c() {
         assert!(text.starts_with("bias_dims: ") && text.contains("HATTN_BIAS_PER_QUERY (4)"), "{text}");
     }
     assert!(refused(&|p| (p.dtype, p.output) = (HATTN_E4M3, 0)).contains("a bias with e4m3 operands"));
-    assert!(refused(&|p| p.cu_seqlens_q = 1).contains("a bias with packed sequences or used lengths"));
+    assert!(refused(&|p| p.bias_keys = 8).contains("bias: covering 8 keys; allowed: 7"));
+    assert!(refused(&|p| p.bias_queries = -1).contains("bias_queries"));
+    let text = refused(&|p| (p.bias, p.bias_dims, p.bias_keys) = (0, 0, 7));
+    assert!(text.contains("0, without a bias"), "{text}");
     let prepared = Prepared::<f32>::new(&case);
     let mut outputs = prepared.outputs();
     let without = Memory { bias: None, ..memory(&prepared, &mut outputs) };
@@ -510,7 +513,7 @@ fn bad_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200 \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216 \
          (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
          4096 if the fields that this library does not know are 0",
     );
@@ -661,7 +664,7 @@ fn bad_backward_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192 \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208 \
          (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
          the fields that this library does not know are 0",
     );

@@ -537,12 +537,11 @@ fn every_row_is_compiled_as_planned() {
             let functions: Vec<_> = object.iter().filter(|(name, _)| is_kernel_of(row, name)).collect();
             // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
             // that pack have one more, too. Rows that add a bias have one more for it, or two with that of packed sequences. So
-            // have rows with a kernel for dropout alone, and those of sm80 with lists. Of rows of head dim 96 each kernel has a
-            // second version, which rotates heads.
+            // have rows with a kernel for dropout alone. Of rows of head dim 96 each kernel has a second version, which rotates
+            // heads.
             let others = [row.most_shares() > 1, row.packs(), row.adds_bias(false), row.adds_bias(true)];
             let sharing = others.into_iter().map(usize::from).sum::<usize>();
-            let of_lists = row.arch() == Arch::Sm80 && row.mask() == MaskClass::Blocks && row.drops(false);
-            let dropping = usize::from(draws(row) || of_lists);
+            let dropping = usize::from(draws(row));
             let plain = usize::from(!has_one_tile(row));
             let versions = 1 + usize::from(name == "fwd_sm90" && head_dim_qk == 96 && !row.needs_modifiers());
             let wanted = versions * (plain + sharing) + dropping;

@@ -370,7 +370,7 @@ typedef struct hattn_forward_problem {
   int32_t block_mask_most_partial;
   // Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
   // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3.
-  // On a GPU not with lists of blocks, and without gradients beside a softcap.
+  // On a GPU without gradients beside a softcap.
   hattn_dtype bias;
   // Which dimensions the bias has beside the keys. 0 without a bias.
   hattn_bias_dims bias_dims;

@@ -302,7 +302,7 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   }
 
   // An additive bias of the scores, after the cap and before the mask. -inf hides a pair as a mask does. The argument
-  // bias of a run has it. For other operands than E4M3. On a GPU not with block_mask, and no gradients with softcap.
+  // bias of a run has it. For other operands than E4M3. On a GPU no gradients with softcap.
   constexpr ForwardProblem& bias(const Bias& form) noexcept {
     set(problem_.bias_queries, form.queries()).set(problem_.bias_keys, form.keys());
     return set(problem_.bias, form.dtype()).set(problem_.bias_dims, form.dims());

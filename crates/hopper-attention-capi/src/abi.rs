@@ -236,7 +236,7 @@ pub struct hattn_forward_problem {
     pub block_mask_most_partial: i32,
     /// Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
     /// softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3.
-    /// On a GPU not with lists of blocks, and without gradients beside a softcap.
+    /// On a GPU without gradients beside a softcap.
     pub bias: hattn_dtype,
     /// Which dimensions the bias has beside the keys. 0 without a bias.
     pub bias_dims: hattn_bias_dims,

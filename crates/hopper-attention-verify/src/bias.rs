@@ -74,7 +74,7 @@ impl Bias {
     pub const NONE: Self = Self(None);
 
     /// Every form of every type, with every kind of numbers.
-    pub fn all() -> impl Iterator<Item = Self> {
+    pub fn all() -> impl Iterator<Item = Self> + Clone {
         let forms = (0..8).flat_map(|bits| [DType::F32, DType::BF16, DType::F16].map(|dtype| form(dtype, bits)));
         forms.flat_map(|form| Numbers::ALL.map(|(name, _)| Self(Some((form, name)))))
     }

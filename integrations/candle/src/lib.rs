@@ -161,7 +161,7 @@ pub fn attention_with_alibi(
 /// candle's autograd can compute gradients through O, also that of the bias, in its shape and type. It is summed over
 /// the shared dimensions in a fixed order, so that it repeats.
 ///
-/// A GPU has no bias beside a block-sparse mask, and no gradients beside a softcap. It refuses both by name.
+/// A GPU has no gradients beside a softcap, and refuses them by name.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};

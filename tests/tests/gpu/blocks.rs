@@ -1,9 +1,7 @@
 //! Block-sparse masks on a GPU: every row with lists, both passes, wrong contents, and what is refused.
 
 use hopper_attention::reference::{Expected, Modifiers};
-use hopper_attention::{
-    Arch, BackwardProblem, Bias, DType, Device, E4M3, KernelInfo, Lengths, Mask, MaskClass, Scaling, Workspace, bf16,
-};
+use hopper_attention::{Arch, DType, Device, E4M3, KernelInfo, Lengths, Mask, MaskClass, Scaling, Workspace, bf16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{Blocks, cases, cases_of_row, modified_cases, spoil};
 use hopper_attention_tests::data::{Input, Poison, Values};
@@ -218,23 +216,5 @@ fn passes_with_lists_repeat() {
         let report = prepared.judge(&first);
         assert!(report.passed(), "{case}: {report}");
         assert!((0..10).all(|_| same_gradients(&run(), &first) == [true; 2]), "{case}");
-    }
-}
-
-/// A bias beside lists.
-#[test]
-fn a_bias_beside_lists_is_refused_by_name() {
-    let Some(gpu) = Gpu::open("a_bias_beside_lists_is_refused_by_name") else { return };
-    let device = Device::Cuda(gpu.device.clone());
-    let options = Case::new(300, 300, 64, Mask::causal()).blocks(Blocks::All).options(DType::BF16);
-    let refused = |options: hopper_attention::ForwardProblemBuilder| {
-        let problem = options.build().unwrap();
-        let backward = BackwardProblem::builder(&problem).build().unwrap();
-        [problem.plan(&device).unwrap_err().to_string(), backward.plan(&device).unwrap_err().to_string()]
-    };
-    for arch in [Arch::Sm80, Arch::Sm90] {
-        for text in refused(options.clone().arch(arch).bias(Some(Bias::new(DType::F32)))) {
-            assert!(text.starts_with("unsupported: a bias with") && text.contains("blocks"), "{text}");
-        }
     }
 }

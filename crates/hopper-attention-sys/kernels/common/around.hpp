@@ -50,7 +50,7 @@ struct BwdBiasGradient {
 // What the unit around a list says once a row, with the list's traits template and the row's columns.
 #define HATTN_INSTANTIATE_STATISTICS(Traits, dtype, mask, ...) \
   template struct hattn::BwdStatistics<Traits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>;
-// The same for the row's kernel and for the one that packs. Rows of class Blocks have none that packs, and a kernel of
+// The same for the row's kernel and for the one that packs. Rows of class Blocks have none that packs, and kernels of
 // their own after the backward kernel.
 #define HATTN_INSTANTIATE_PREPARE(Traits, dtype, mask, ...) \
   HATTN_INSTANTIATE_PREPARE_##mask(Traits, dtype, mask, __VA_ARGS__)
@@ -60,9 +60,10 @@ struct BwdBiasGradient {
 #define HATTN_INSTANTIATE_PREPARE_Full(...) HATTN_INSTANTIATE_PREPARE_BAND(__VA_ARGS__)
 #define HATTN_INSTANTIATE_PREPARE_Causal(...) HATTN_INSTANTIATE_PREPARE_BAND(__VA_ARGS__)
 #define HATTN_INSTANTIATE_PREPARE_Window(...) HATTN_INSTANTIATE_PREPARE_BAND(__VA_ARGS__)
-#define HATTN_INSTANTIATE_PREPARE_Blocks(Traits, dtype, mask, ...) \
-  HATTN_INSTANTIATE_STATISTICS(Traits, dtype, mask, __VA_ARGS__)   \
-  template struct hattn::BwdConvert<Traits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>;
+#define HATTN_INSTANTIATE_PREPARE_Blocks(Traits, dtype, mask, ...)                                     \
+  HATTN_INSTANTIATE_STATISTICS(Traits, dtype, mask, __VA_ARGS__)                                       \
+  template struct hattn::BwdConvert<Traits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>; \
+  template struct hattn::BwdBiasGradient<Traits<hattn::DType::dtype, hattn::MaskClass::mask, __VA_ARGS__>>;
 // And once for all rows that differ by their mask alone, with the columns but the mask.
 #define HATTN_INSTANTIATE_CONVERT(Traits, dtype, ...) \
   template struct hattn::BwdConvert<Traits<hattn::DType::dtype, hattn::MaskClass::Full, __VA_ARGS__>>;

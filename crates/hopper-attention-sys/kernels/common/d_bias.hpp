@@ -8,6 +8,8 @@
 // blocks of queries, and adds up their rows at the end. So each number is written once, the sum has one order, and no
 // scores are kept in memory. The price is two of the backward's five products.
 //
+// With lists of blocks (common/blocks.hpp) a tile is a part of a block, and pairs that the list hides have no part.
+//
 // Sequences whose lengths the device knows (common/sequences.hpp) are batch entries. Numbers that no sequence reaches
 // have gradients of 0.
 //
@@ -19,6 +21,7 @@
 
 #include "common/alibi.hpp"
 #include "common/around.hpp"
+#include "common/blocks.hpp"
 #include "common/copied_bias.hpp"
 #include "common/copy.hpp"
 #include "common/dropout.hpp"
@@ -43,6 +46,7 @@ struct BiasGradientTraits {
   static constexpr int kRows = 64;               // queries of a tile, and keys
   static constexpr int kThreads = 128;
   static constexpr bool kIsPacked = Traits::kIsPacked;
+  static constexpr bool kIsListed = Traits::kMask == MaskClass::Blocks;
   static constexpr int kCtas = kHeadDim > 64 || kIsPacked ? 2 : 3;  // of a multiprocessor
   static_assert(kRows == kSlabColumns, "the bias of a tile is one slab");
   struct SharedStorage {
@@ -205,6 +209,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
           continue;
         }
         int const first_query = block * kRows;
+        // The block's entry, where there are lists.
+        [[maybe_unused]] BlockEntry entry{0};
+        if constexpr (Traits::kIsListed) {
+          int const row = row_of_lists(params.blocks, batch, head, first_query / kListedBlock);
+          entry = {entries_of_row(params.blocks, row)[first_key / kListedBlock]};
+          if (entry.word == kNotListed) {
+            continue;
+          }
+        }
         load_queries(storage.q, params.q, batch, head, first_query, params.head_dim_qk);
         load_keys(storage.k, params.k, batch, head / group, params.head_dim_qk);
         load_queries(storage.d_o, params.d_o, batch, head, first_query, params.head_dim_vo);
@@ -271,12 +284,25 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
                               ? INT_MIN
                               : cute::min(band.seqlen_kv, band.template last_key<MaskClass::Window>(query) + 1) -
                                     first_key - 2 * (lane % 4);
+          // Which of the tile's keys the list keeps, from the lane's first on.
+          std::uint32_t kept_keys[2] = {~0U, ~0U};
+          if constexpr (Traits::kIsListed) {
+            if (entry.has(kEntryBits) && query < band.seqlen_q) {
+              std::uint64_t const bits = given_bits(params.blocks, batch, head, first_query / kListedBlock) +
+                                         static_cast<std::int64_t>(entry.place()) * kBytesBits +
+                                         query % kListedBlock * 16 + first_key % kListedBlock / 8;
+              uint2 const words = __ldg(reinterpret_cast<uint2 const*>(bits));
+              kept_keys[0] = words.x >> 2 * (lane % 4);
+              kept_keys[1] = words.y >> 2 * (lane % 4);
+            }
+          }
           CUTE_UNROLL
           for (int i = 0; i < kRows / 8; ++i) {
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
               int const at = 4 * i + 2 * r + c;
-              bool const kept = 8 * i + c >= begin && 8 * i + c < end && scores(at) != -INFINITY;
+              bool const in_list = !Traits::kIsListed || (kept_keys[i / 4] >> (8 * (i % 4) + c) & 1) != 0;
+              bool const kept = 8 * i + c >= begin && 8 * i + c < end && scores(at) != -INFINITY && in_list;
               float const p = statistics.weight(scores(at), 1.0F, true) * of_dropout;
               float const d_s = statistics.has_nan() ? NAN : p * (d_p(at) + negative_delta);
               gradient(at) += kept ? d_s : 0.0F;
@@ -336,23 +362,28 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   }
 }
 
+// (Rows that add no bias have none.)
 template <class Traits>
 Status BwdBiasGradient<Traits>::load() noexcept {
-  using Own = BiasGradientTraits<Traits>;
-  static_assert(Traits::kMayTakeBias);
-  return prepare_kernel(d_bias_kernel<Own>, sizeof(typename Own::SharedStorage));
+  if constexpr (Traits::kMayTakeBias) {
+    using Own = BiasGradientTraits<Traits>;
+    return prepare_kernel(d_bias_kernel<Own>, sizeof(typename Own::SharedStorage));
+  }
+  return {};
 }
 
 template <class Traits>
 void BwdBiasGradient<Traits>::launch(BwdParams const& params, cudaStream_t stream) noexcept {
-  using Own = BiasGradientTraits<Traits>;
-  auto const tiles = [](int rows) { return (rows + Own::kRows - 1) / Own::kRows; };
-  TensorDesc const& d_bias = params.d_bias;
-  int const grid = tiles(keys_of_bias<Own>(params)) *
-                   (d_bias.stride_row != 0 ? tiles(queries_of_bias<Own>(params)) : 1) *
-                   numbers_of(d_bias.stride_head, params.heads_q) * numbers_of(d_bias.stride_batch, params.batch);
-  if (d_bias.address != 0 && grid > 0) {
-    d_bias_kernel<Own><<<grid, Own::kThreads, sizeof(typename Own::SharedStorage), stream>>>(params);
+  if constexpr (Traits::kMayTakeBias) {
+    using Own = BiasGradientTraits<Traits>;
+    auto const tiles = [](int rows) { return (rows + Own::kRows - 1) / Own::kRows; };
+    TensorDesc const& d_bias = params.d_bias;
+    int const grid = tiles(keys_of_bias<Own>(params)) *
+                     (d_bias.stride_row != 0 ? tiles(queries_of_bias<Own>(params)) : 1) *
+                     numbers_of(d_bias.stride_head, params.heads_q) * numbers_of(d_bias.stride_batch, params.batch);
+    if (d_bias.address != 0 && grid > 0) {
+      d_bias_kernel<Own><<<grid, Own::kThreads, sizeof(typename Own::SharedStorage), stream>>>(params);
+    }
   }
 }
 

@@ -32,11 +32,20 @@ struct BlockLeaks {
         KeptBits<4> const kept = kept_keys(entry, bits, band, query);
         CUTE_UNROLL
         for (int word = 0; word < 4; ++word) {
-          if (kept.of[word] != 0) {
-            use(entry.block() * kListedBlock + 32 * word, kept.of[word]);
+          int const first = entry.block() * kListedBlock + 32 * word;
+          unsigned const shown = showing(first, kept.of[word]);
+          if (shown != 0) {
+            use(first, shown);
           }
         }
       }
+    }
+    // Those of the keys `kept` that a bias does not hide. The whole warp works on it.
+    CUTE_DEVICE unsigned showing(int first, unsigned kept) const {
+      if constexpr (Operands::kHides) {
+        return __ballot_sync(kAll, (kept >> lane & 1) != 0 && !operands.hides(query, first + lane));
+      }
+      return kept;
     }
     // This lane's score, -inf where its key is not kept.
     CUTE_DEVICE float score(int first, unsigned kept) const {

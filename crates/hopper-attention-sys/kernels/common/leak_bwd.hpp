@@ -146,8 +146,11 @@ struct RepairGradients {
   // Whether the lists, or the bias, keep a pair that the band keeps.
   CUTE_DEVICE bool lists(int head, int query, int key) const {
     if constexpr (Traits::kMask == MaskClass::Blocks) {
-      return is_listed(params.blocks, batch, head, query, key);
-    } else if constexpr (kHides) {
+      if (!is_listed(params.blocks, batch, head, query, key)) {
+        return false;
+      }
+    }
+    if constexpr (kHides) {
       return !has_bias(params) || BiasOfHead::of(params, batch, head).one(query, key) != -INFINITY;
     } else {
       return true;

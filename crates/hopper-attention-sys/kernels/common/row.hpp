@@ -69,13 +69,6 @@ struct BiasTraits : Traits {
   static constexpr bool kDrops = Traits::kTakesDropout;
 };
 
-// Of a row's kernel for dropout alone.
-template <class Traits>
-struct DropoutTraits : Traits {
-  static_assert(Traits::kTakesDropout);
-  static constexpr bool kDrops = true;
-};
-
 // A row's description, from its traits.
 template <class Traits>
 constexpr RowInfo row_info() noexcept {

@@ -77,7 +77,8 @@ pub(super) fn fitting<'a>(
 ///    such problems, or problems without any of it;
 /// 6. softcap together with ALiBi or a bias: the kernel is not of the sm80 backward, and with a bias of no backward;
 /// 7. scores in f16: only if the problem allows them;
-/// 8. mask class: the kernel computes masks of the problem's class;
+/// 8. mask class: the kernel computes masks of the problem's class, and with lists of blocks, dropout and a bias it is not of the
+///    sm90 forward;
 /// 9. head dims: the kernel's are at least the problem's, and the problem's are multiples of 16 bytes;
 /// 10. dropout, and a bias: the kernel takes it;
 /// 11. shared memory: the GPU gives a CTA as much as the kernel asks for;
@@ -190,6 +191,19 @@ fn fitting_of<'a>(
         rows,
         |row| computes_masks_of(row.mask, class),
         |rows| (format!("mask class {class} for {dtype}"), list(rows, |row| row.mask.to_string())),
+    )?;
+    // The sm90 forward has no registers for both beside lists of blocks.
+    let drops_beside_bias = problem.drops().is_some() && problem.bias().is_some();
+    let rows = filter_rows(
+        rows,
+        |row| {
+            let is_listed = row.mask == MaskClass::Blocks && row.pass == Pass::Forward && row.arch == Arch::Sm90;
+            !(drops_beside_bias && is_listed)
+        },
+        |_| {
+            let wanted = format!("dropout and a bias together with {} kernels for {dtype}, blocks", Arch::Sm90);
+            (wanted, format!("one of the two, {} kernels, or Device::cpu()", Arch::Sm80))
+        },
     )?;
     let (qk, vo) = (dims.head_dim_qk, dims.head_dim_vo);
     let rows = filter_rows(

@@ -21,3 +21,24 @@ fn older_rows_compute_what_newer_ones_do_not() {
     assert_eq!(refused(&asks, &H100, &rows), text);
     assert_eq!(select(&problem(DIMS, Mask::causal()), &H100, &rows).unwrap().kernel.arch, Arch::Sm90);
 }
+
+/// Dropout and a bias beside lists of blocks: each alone is for the newest rows.
+#[test]
+fn older_rows_drop_beside_lists_and_a_bias() {
+    let lists = Some(crate::problem::BlockMask::new(2).full_blocks(true));
+    let (dropout, bias) = (crate::problem::Dropout::new(0.5).unwrap(), crate::problem::Bias::new(DType::F32));
+    let of = |dropout, bias| {
+        problem(DIMS, Mask::causal()).to_builder().block_mask(lists).dropout(dropout).bias(bias).build().unwrap()
+    };
+    let modifiers = crate::arch::Modifiers::Always;
+    let newest =
+        KernelInfo { modifiers, drops: [true, false], adds_bias: [true, false], ..row(0, MaskClass::Blocks, 128, 128) };
+    let older = KernelInfo { arch: Arch::Sm80, modifiers: crate::arch::Modifiers::Either, row: 1, ..newest };
+    let chosen = |problem: &_| select(problem, &H100, &[newest, older]).unwrap().kernel.arch;
+    assert_eq!([of(Some(dropout), None), of(None, Some(bias))].map(|problem| chosen(&problem)), [Arch::Sm90; 2]);
+    let both = of(Some(dropout), Some(bias));
+    assert_eq!(chosen(&both), Arch::Sm80);
+    let text = "unsupported: dropout and a bias together with sm90 kernels for bf16, blocks; \
+                nearest: one of the two, sm80 kernels, or Device::cpu()";
+    assert_eq!(refused(&both, &H100, &[newest]), text);
+}

@@ -25,7 +25,7 @@ use crate::operand::{Slot, SlotSet};
 /// With packed sequences or used lengths, query 0 and key 0 of a bias are the first of each sequence, and batch entries are sequences.
 /// [`covering`](Self::covering) says how long sequences may be.
 ///
-/// GPUs have no bias beside lists of blocks, and no gradients beside a softcap: a plan refuses these by name.
+/// GPUs have no gradients of one beside a softcap: a plan refuses these by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use]
 pub struct Bias {

@@ -16,8 +16,6 @@ struct BwdLaunch {
     Status status = prepare_backward<Traits>(bwd_kernel<Traits>);
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
-    } else if constexpr (Traits::kTakesDropout) {
-      status = is_ok(status) ? prepare_kernel(bwd_kernel<DropoutTraits<Traits>>, Traits::kSmemBytes) : status;
     }
     if constexpr (Traits::kIsListed) {
       status = is_ok(status) ? prepare_blocks() : status;
@@ -45,8 +43,6 @@ struct BwdLaunch {
       auto* kernel = bwd_kernel<Traits>;
       if constexpr (Traits::kTakesBias) {
         kernel = has_bias(params) || has_dropout(params) ? bwd_kernel<BiasTraits<Traits>> : kernel;
-      } else if constexpr (Traits::kTakesDropout) {
-        kernel = has_dropout(params) ? bwd_kernel<DropoutTraits<Traits>> : kernel;
       }
       kernel<<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
     });

@@ -87,10 +87,10 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kPacks = !kIsListed;
   using Packed = BwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   // The row of class Window that fits every GPU has a kernel more, for an additive bias and for dropout with any mask,
-  // and one more for such sequences. That of class Blocks has one for dropout. (At head dim 64 a warp has twice the
-  // keys, and no registers for it.)
+  // and one more for such sequences. That of class Blocks has the first. (At head dim 64 a warp has twice the keys, and
+  // no registers for it.)
   static constexpr bool kMayTakeBias = kTileM == 32 && kHeadDimQK == 128;
-  static constexpr bool kTakesBias = kMayTakeBias && kMask == MaskClass::Window;
+  static constexpr bool kTakesBias = kMayTakeBias && (kMask == MaskClass::Window || kIsListed);
   static constexpr bool kTakesDropout = kTileM == 32 && kHeadDimQK == 128 && (kMask == MaskClass::Window || kIsListed);
   static constexpr int kBiasAtATime = 2;  // columns of a bias that are read at a time
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;

@@ -16,8 +16,6 @@ struct FwdLaunch {
     Status status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
-    } else if constexpr (Traits::kTakesDropout) {
-      status = is_ok(status) ? prepare_kernel(fwd_kernel<DropoutTraits<Traits>>, Traits::kSmemBytes) : status;
     }
     if constexpr (Traits::kIsListed) {
       status = is_ok(status) ? prepare_blocks() : status;
@@ -43,8 +41,6 @@ struct FwdLaunch {
       auto* kernel = fwd_kernel<Traits>;
       if constexpr (Traits::kTakesBias) {
         kernel = has_bias(params) || has_dropout(params) ? fwd_kernel<BiasTraits<Traits>> : kernel;
-      } else if constexpr (Traits::kTakesDropout) {
-        kernel = has_dropout(params) ? fwd_kernel<DropoutTraits<Traits>> : kernel;
       }
       kernel<<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars);
     });

@@ -278,8 +278,8 @@ struct Mma {
                 add_bias<true, kTileN, Traits::kBiasAtATime>(
                     scores.strip(strip), scalars.scale_log2,
                     [&]() { return BiasOfHead::of(params, storage.tile.batch, storage.tile.head); },
-                    own_row() + 16 * strip, band.seqlen_q, visits.block(visit) * kTileN, Traits::thread_index() % 4,
-                    band.seqlen_kv);
+                    own_row() + 16 * strip, band.seqlen_q, load.block_of(visits, visit) * kTileN,
+                    Traits::thread_index() % 4, band.seqlen_kv);
               }
             }
           }

@@ -31,11 +31,11 @@ struct FwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr Modifiers kModifiers = Modifiers::Either;
   using Packed = FwdTraits<kDType, kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, true>;
   // Rows of class Window with one strip a warp have a kernel more, for an additive bias and for dropout with any mask,
-  // and one more for such sequences. Those of class Blocks have one for dropout. The others have no registers for it.
+  // and one more for such sequences. Those of class Blocks have the first. The others have no registers for it.
   static constexpr bool kTakesDropout =
       (kMask == MaskClass::Window && (kTileM == 64 || (kHeadDimVO == 256 && kHeadDimQK == 256 && !kPacked))) ||
       (kIsListed && kTileM == 64);
-  static constexpr bool kTakesBias = kTakesDropout && !kIsListed;
+  static constexpr bool kTakesBias = kTakesDropout;
   // Columns of a bias that are read at a time.
   static constexpr int kBiasAtATime = kHeadDimVO > 128 ? 1 : 4;
   using Scalars = std::conditional_t<kPacked, PackedFwdScalars, FwdScalars>;

@@ -18,13 +18,13 @@ struct BwdLaunch {
       return {StatusCode::DriverTooOld, 0};
     }
     Status status = prepare_backward<Traits>(bwd_kernel<Traits>);
+    if constexpr (Traits::kTakesBias) {
+      status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+    }
     if constexpr (Traits::kIsListed) {
       return is_ok(status) ? prepare_blocks() : status;
     } else {
       status = is_ok(status) ? prepare_kernel(bwd_kernel<SharedTraits<Traits>>, Traits::kSmemBytes) : status;
-      if constexpr (Traits::kTakesBias) {
-        status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
-      }
       if constexpr (kDraws) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<Drawing>, Traits::kSmemBytes) : status;
       }

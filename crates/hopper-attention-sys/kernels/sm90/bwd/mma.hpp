@@ -429,7 +429,7 @@ struct BwdMma {
       if constexpr (Traits::kAddsBias) {
         if (more && is_copied(params)) {
           int const thread = thread_in_group_anew(thread_in_group);
-          WarpBias::begin(own_d_s(thread), bias_of_head(), visits.block(visit) * kM, queries_of_tile(),
+          WarpBias::begin(own_d_s(thread), bias_of_head(), m_block_of_step() * kM, queries_of_tile(),
                           n_block_of_step() * kN + warp_row(thread), keys_of_tile(), thread % 32);
         }
       }
@@ -450,7 +450,7 @@ struct BwdMma {
         }
         add_bias_transposed<kM, Traits::kBiasAtATime>(
             tS, scalars.scale_log2, bias_of_head, n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4,
-            keys_of_tile(), visits.block(visit) * kM + 2 * (thread % 4), queries_of_tile(), kMasked);
+            keys_of_tile(), m_block_of_step() * kM + 2 * (thread % 4), queries_of_tile(), kMasked);
       }
     };
     // P of a block, from its scores.

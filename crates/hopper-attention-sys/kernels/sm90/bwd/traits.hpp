@@ -184,8 +184,9 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) {
     return has_modifiers(params) && !is_drawn(params);
   }
-  static constexpr bool kMayTakeBias = true;
-  static constexpr bool kTakesBias = kModified && kMask == MaskClass::Window;  // with any mask
+  static constexpr bool kMayTakeBias = !kIsListed || kHeadDimQK == 128;
+  // With any mask. With lists that of head dim 64 would spill; that of 128 takes its problems.
+  static constexpr bool kTakesBias = kMayTakeBias && kModified && (kMask == MaskClass::Window || kIsListed);
   static constexpr int kBiasAtATime = 4;  // columns of a bias that are read at a time
 
   // Whether this is that kernel, whether the row has it, and its traits.

@@ -34,7 +34,8 @@
 //
 // Such rows of class Window have two kernels more, for problems with an additive bias and any mask (common/bias.hpp):
 // one of them for sequences whose lengths the device knows. All of their blocks are compared with what came before: no
-// block says what the bias of the next one is. (In one kernel with the others they would spill.)
+// block says what the bias of the next one is. (In one kernel with the others they would spill.) Rows of class Blocks
+// have one, too, without dropout. It copies or reads the bias of a block when the list has said which block it is.
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //

@@ -28,7 +28,7 @@ struct FwdLaunch {
       status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     }
     if constexpr (Traits::kTakesBias) {
-      status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Traits>>, Traits::kSmemBytes) : status;
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraitsOf<Traits>>, Traits::kSmemBytes) : status;
     }
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
@@ -80,15 +80,19 @@ struct FwdLaunch {
           return;
         }
       }
-      if constexpr (Traits::kTakesBias) {
+      if constexpr (Traits::kTakesBias && !Traits::kIsListed) {
         if (has_bias(params)) {
-          fwd_kernel<BiasTraits<Traits>><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
+          fwd_kernel<BiasTraitsOf<Traits>><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(
               params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }
       if constexpr (Traits::kIsListed) {
-        start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, 1, true}, fwd_kernel<Traits>, params,
+        auto* kernel = fwd_kernel<Traits>;
+        if constexpr (Traits::kTakesBias) {
+          kernel = has_bias(params) ? fwd_kernel<BiasTraitsOf<Traits>> : kernel;
+        }
+        start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, 1, true}, kernel, params,
                      ListedFwdScalars{scalars, params.blocks}, map_q, map_k, map_v, map_o);
       } else if constexpr (!Traits::kShares) {
         fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,

@@ -48,7 +48,7 @@ struct Mma {
   static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
   static constexpr bool kRenews =
-      kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) ||
+      kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) || (kIsListed && kAddsBias) ||
                     (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
   // Whether the band of a packed tile is worked out where it is needed, for the same reason.
   static constexpr bool kReadsBand = kAddsBias && Traits::kIsPacked;
@@ -113,7 +113,7 @@ struct Mma {
         band.seqlen_kv = __shfl_sync(0xffffffffU, band_of_next.seqlen_kv, 0);
       }
       if constexpr (kIsListed) {
-        masked_entries = __shfl_sync(0xffffffffU, tile.masked, 0);
+        masked_entries = kAddsBias ? 0 : __shfl_sync(0xffffffffU, tile.masked, 0);
         all_entries = __shfl_sync(0xffffffffU, tile.total, 0);
       }
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
@@ -247,7 +247,13 @@ struct Mma {
     };
     auto buffer_of = [](int record) { return Traits::kWritesOutput ? 0 : record; };
     auto issue_scores = [&]() {
-      issue_product<MmaQK, false>(tSrQ.stage(buffer_of(q.stage)), tSrK.stage(k.stage), tSrS);
+      if constexpr (kIsListed && kAddsBias) {
+        // (Uniform registers are short.)
+        auto const rows = Traits::SmemQ::of(storage.q[0] + self() * (Traits::kRowsApart * Traits::kSlabColumns));
+        issue_product<MmaQK, false>(rows.stage(buffer_of(q.stage)), tSrK.stage(k.stage), tSrS);
+      } else {
+        issue_product<MmaQK, false>(tSrQ.stage(buffer_of(q.stage)), tSrK.stage(k.stage), tSrS);
+      }
     };
     auto issue_output = [&]() {
       storage.v_full[v.stage + consumer * Traits::kFullsApart].wait(v.parity);
@@ -338,10 +344,16 @@ struct Mma {
       }
     };
     auto copy_first_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kCopiesBias) {
+      if constexpr (kCopiesBias && !kIsListed) {
         await_copies<0>();  // those of a block that the tile before does not visit
         __syncwarp();
         copy_bias(std::true_type{}, visits.block(visits.first()));
+      }
+    };
+    // Where lists say which blocks come: that of this step.
+    auto copy_listed_bias = [&]() __attribute__((always_inline)) {
+      if constexpr (kCopiesBias && kIsListed) {
+        copy_bias(std::true_type{}, listed_block);
       }
     };
     // What brings scores to powers of two. (A bias has done it.)
@@ -357,13 +369,15 @@ struct Mma {
             Traits::WarpBias::template add<cute::max(1, Traits::kBiasAtATime / 2)>(
                 tSrS, scalars.scale_log2, copied_bias(), params.bias_dtype, thread_index_anew() & 31, -INFINITY);
             __syncwarp();
-            copy_bias(std::false_type{}, visits.block(visit) - 1);
+            if constexpr (!kIsListed) {
+              copy_bias(std::false_type{}, visits.block(visit) - 1);
+            }
             return;
           }
         }
         add_bias<decltype(ragged)::value, Traits::kTileN, Traits::kBiasAtATime>(
-            tSrS, scalars.scale_log2, bias_of_head, own_row_anew(), queries_of_tile(),
-            visits.block(visit) * Traits::kTileN, thread_index_anew() & 3, keys_of_tile());
+            tSrS, scalars.scale_log2, bias_of_head, own_row_anew(), queries_of_tile(), block_of(visit) * Traits::kTileN,
+            thread_index_anew() & 3, keys_of_tile());
       }
     };
     // Behind make_p.
@@ -438,6 +452,7 @@ struct Mma {
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
       note_listed_block();
+      copy_listed_bias();
       modify(std::true_type{}, first_visit());
       if constexpr (kIsListed) {
         Kept kept[2];
@@ -484,10 +499,11 @@ struct Mma {
     auto step = [&](auto masked, int visit) __attribute__((always_inline)) {
       storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
       [[maybe_unused]] Kept kept[2];
-      if constexpr (kIsListed && decltype(masked)::value) {
+      if constexpr (kIsListed && decltype(masked)::value && !kAddsBias) {
         listed_keys(kept, q.stage, k.stage);
       }
       note_listed_block();
+      copy_listed_bias();
       Turns::wait(consumer);
       issue_scores();
       issue_output();
@@ -496,10 +512,13 @@ struct Mma {
       warpgroup_fence_operand(tSrS);
       float rescale[2];
       if constexpr (decltype(masked)::value) {
-        modify(std::false_type{}, visit);
+        modify(std::bool_constant<kIsListed>{}, visit);
         constexpr float kUnmoved = -1.0F;  // no factor is negative
         rescale[0] = kUnmoved;
         if constexpr (kIsListed) {
+          if constexpr (kAddsBias) {
+            listed_keys(kept, q.stage, k.stage);  // not before: registers are short
+          }
           hide_scores(tSrS, kept, 2 * (Traits::thread_index() % 4), -INFINITY);
         } else if constexpr (kMask != MaskClass::Full) {
           // With a bias, blocks between the edges are compared, too.

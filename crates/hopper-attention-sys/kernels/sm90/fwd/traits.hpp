@@ -136,10 +136,10 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kDrops = kTakesDropout;
   // Reading the bias takes most of the time, whatever the mask and the head dim. So few kernels do it, with any mask.
   static constexpr bool kTakesBias =
-      kModified && kMask == MaskClass::Window && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
-  // Whether warps may copy the bias of their next block (common/copied_bias.hpp). Above head dim 128 there are no
-  // registers for it.
-  static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= 128;
+      kModified && (kMask == MaskClass::Window || kIsListed) && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
+  // Whether warps may copy the bias of a block ahead (common/copied_bias.hpp). Above head dim 128 there are no
+  // registers for it, and with lists above 64.
+  static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= (kIsListed ? 64 : 128);
   // Columns of a bias that are read at a time, of eight each.
   static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
@@ -215,5 +215,13 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
 };
+
+// Of a row's kernel for problems with an additive bias. With lists there are no registers for dropout beside it.
+template <class Traits>
+struct ListedBiasTraits : BiasTraits<Traits> {
+  static constexpr bool kDrops = false;
+};
+template <class Traits>
+using BiasTraitsOf = std::conditional_t<Traits::kIsListed, ListedBiasTraits<Traits>, BiasTraits<Traits>>;
 
 }  // namespace hattn::sm90
