@@ -160,7 +160,6 @@ typedef int32_t hattn_device;
 // - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
 // - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 // - All others, such as a bias: as the comment of the argument says
-//
 // The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
 // On a GPU, data and the outer strides of Q, K, V, O, their gradients (packed or not) and mask_bits are multiples of 16 bytes.
 // All other tensors are aligned to their elements, also a bias and the other lists of blocks.
@@ -169,8 +168,7 @@ typedef struct hattn_tensor {
   // sizeof(hattn_tensor), and HATTN_ABI_VERSION.
   uint32_t struct_size;
   uint32_t abi_version;
-  // Address of the first element, on the host or on a GPU. Not used if there are no elements.
-  // Inputs are only read, so a const pointer may be cast to this type.
+  // Address of the first element, on the host or on a GPU. Not used if there are none. Inputs are only read: cast a const pointer.
   void *data;
   // Element type.
   hattn_dtype dtype;
@@ -254,7 +252,6 @@ typedef int32_t hattn_alibi;
 // - mask_block_idx, full_block_idx: [B, H, Qb, Kb], which: so many entries of the last dimension, each 0 to Kb - 1
 // - mask_bits: [B, H, Qb, 512 * block_mask_most_partial], 512 words for each partial block in the order of the list: 4 for each
 //   query. Bit j % 32 of word j / 32 is key j of the block.
-//
 // The CPU refuses wrong numbers. A GPU clamps counts and leaves out what is no block. Of a block that is listed twice, the first
 // place counts. A block in both lists is full.
 typedef int32_t hattn_block_mask;
@@ -369,26 +366,22 @@ typedef struct hattn_forward_problem {
   // The most partial blocks that the lists have for a block of queries, 0 to ceil(seqlen_kv / 128). 0 without lists.
   int32_t block_mask_most_partial;
   // Element type of an additive bias: HATTN_F32, HATTN_BF16 or HATTN_F16. 0: there is none. It is added to a score after scale and
-  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3.
-  // On a GPU without gradients beside a softcap.
+  // softcap. -inf hides its pair as a mask does. Not for HATTN_E4M3. On a GPU without gradients beside a softcap.
   hattn_dtype bias;
   // Which dimensions the bias has beside the keys. 0 without a bias.
   hattn_bias_dims bias_dims;
   // Probability, 0 to below 1, with which dropout makes a weight 0, rounded to a multiple of 1/32768. 0: no dropout.
-  // Other weights are multiplied by 1 / (1 - probability). The log-sum-exp is as without. Not for HATTN_E4M3.
-  // docs/numerics.md lists the limits of GPUs.
+  // Others are multiplied by 1 / (1 - probability). The log-sum-exp is as without. Not for HATTN_E4M3. Limits of GPUs: docs/numerics.md.
   float dropout;
   // Must be 0.
   int32_t reserved;
-  // For how many queries and keys of a sequence the bias has numbers. 0: seqlen_q and seqlen_kv. Sides that are not packed have 0,
-  // or all their rows. No packed sequence may be longer: the rows of a longer one that only the device knows are not used.
-  // bias_queries is not read where queries share their numbers.
+  // For how many queries and keys of a sequence the bias has numbers. 0: seqlen_q and seqlen_kv, as for sides that are not packed. A
+  // longer sequence is refused, or cut where the device alone knows it. bias_queries is not read where queries share their numbers.
   int64_t bias_queries;
   int64_t bias_keys;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
-//
 // A tensor with a condition ("given exactly if") must be null where the condition does not hold.
 typedef struct hattn_forward_args {
   uint32_t struct_size;
@@ -444,7 +437,7 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *mask_bits;
   const struct hattn_tensor *full_block_cnt;
   const struct hattn_tensor *full_block_idx;
-  // The additive bias, read: [B, H, Q, seqlen_kv] as the problem's bias_dims says, or as bias_queries and bias_keys do. Given exactly if the problem's bias is not 0.
+  // The additive bias, read: [B, H, Q, K] as the problem's bias_dims, bias_queries and bias_keys say. Given exactly if its bias is not 0.
   const struct hattn_tensor *bias;
   // Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
   // problem's dropout is not 0. A backward pass reads those of the forward pass.

@@ -112,6 +112,16 @@ impl Side {
             Self::Kv => problem.dims().seqlen_kv,
         }
     }
+
+    /// The most rows that a sequence may have: those of the tensor, or those that the bias has numbers for.
+    pub fn most_rows(self, problem: &ForwardProblem) -> usize {
+        let [.., queries, keys] = problem.bias_shape();
+        match (problem.bias(), self) {
+            (Some(bias), Self::Q) if bias.is_per_query() => queries,
+            (Some(_), Self::Kv) => keys,
+            _ => self.rows(problem),
+        }
+    }
 }
 
 impl<'a> Lengths<'a> {
@@ -164,7 +174,7 @@ impl<'a> Lengths<'a> {
         let packed = offsets.map(|offsets| clamp_sequences(offsets, used, rows));
         let padded = move |sequence| SequenceRows::padded(sequence, clamped_length(used, sequence, rows));
         let padded = (0..if packed.is_some() { 0 } else { batch }).map(padded);
-        let most = problem.most_rows(side);
+        let most = side.most_rows(problem);
         packed.into_iter().flatten().chain(padded).map(move |rows| SequenceRows { len: rows.len.min(most), ..rows })
     }
 
@@ -189,7 +199,7 @@ pub(crate) fn check_covered(
     side: Side,
     (offsets, used): (Option<&[i32]>, Option<&[i32]>),
 ) -> Result<()> {
-    let most = problem.most_rows(side);
+    let most = side.most_rows(problem);
     for (i, pair) in offsets.unwrap_or_default().windows(2).enumerate() {
         let of_used = used.and_then(|used| used.get(i)).copied().unwrap_or(i32::MAX);
         let len = usize::try_from(pair[1].saturating_sub(pair[0]).min(of_used)).unwrap_or(0);

@@ -490,5 +490,9 @@ impl fmt::Display for Choice {
 mod older_tests;
 
 #[cfg(test)]
+#[path = "select_bias_tests.rs"]
+mod bias_tests;
+
+#[cfg(test)]
 #[path = "select_tests.rs"]
 mod tests;

@@ -4,7 +4,6 @@ use super::bias::Bias;
 use super::forward::{ForwardProblem, ForwardProblemBuilder};
 use crate::dtype::DType;
 use crate::operand::{Operand, Slot};
-use crate::sequences::Side;
 
 impl ForwardProblemBuilder {
     /// A bias that is added to the scores (default: none). [`Bias`] says what it means. A run reads the operand [`Slot::Bias`].
@@ -27,16 +26,6 @@ impl ForwardProblem {
     /// [covers](Bias::covering) in place of `seqlen_q` and `seqlen_kv` where it says so. `[0, 0, 0, 0]` where there is none.
     pub fn bias_shape(&self) -> [usize; 4] {
         self.bias.map_or([0; 4], |bias| bias.shape(&self.dims()))
-    }
-
-    /// The most rows of one side that a sequence may have: those of the tensor, or those that the bias has numbers for.
-    pub(crate) fn most_rows(&self, side: Side) -> usize {
-        let [.., queries, keys] = self.bias_shape();
-        match (self.bias, side) {
-            (Some(bias), Side::Q) if bias.is_per_query() => queries,
-            (Some(_), Side::Kv) => keys,
-            _ => side.rows(self),
-        }
     }
 
     /// The element type of the bias, or f32 where there is none.
@@ -62,6 +51,7 @@ mod tests {
     use crate::mask::Mask;
     use crate::operand::{Access, Presence};
     use crate::problem::{BackwardProblem, Dims};
+    use crate::sequences::Side;
 
     fn options(dtype: DType) -> ForwardProblemBuilder {
         ForwardProblem::builder(dtype, Dims::new(2, 5, 6, 16).with_seqlen_kv(9).with_heads_kv(2))
@@ -159,7 +149,7 @@ mod tests {
         ] {
             let problem = options.bias(Some(bias)).build().unwrap();
             assert_eq!((problem.bias_shape(), problem.bias()), (shape, Some(bias)));
-            assert_eq!(Side::BOTH.map(|side| problem.most_rows(side)), most, "{problem}");
+            assert_eq!(Side::BOTH.map(|side| side.most_rows(&problem)), most, "{problem}");
             assert!(problem.to_string().contains(text), "{problem}");
             let one = problem.of_sequence(2, 4);
             let queries = if bias.is_per_query() { 2 } else { 1 };

@@ -6,8 +6,7 @@ mod flushed;
 
 use std::f64::consts::SQRT_2;
 
-use super::super::additive::Added;
-use super::super::additive::Additive;
+use super::super::additive::{Added, Additive};
 use super::super::blocks::Kept;
 use super::super::packed::{cut, cut_list, paste, paste_list, pieces};
 use super::super::product::{Matrix, Tokens, Vectors, product};
@@ -22,9 +21,8 @@ use crate::error::Result;
 use crate::problem::BackwardProblem;
 use crate::sequences::{Lengths, SequenceRows};
 
-use flushed::{FLUSHED, add_magnitudes, counted};
-
 pub use biases::BiasNoise;
+use flushed::{FLUSHED, add_magnitudes, counted};
 
 /// The exact gradients, and the sizes of their rounding errors.
 #[derive(Clone, Debug)]
@@ -54,8 +52,7 @@ pub struct BackwardOracle {
 /// The sizes of rounding errors in the gradient of a sink, `-sum over rows of p * delta`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SinkNoise {
-    /// The effect of rounding `delta` and `p`, the weight of the sink in a row: the standard deviation, as in
-    /// [`Noise::deviation`].
+    /// The effect of rounding `delta` and `p`, the sink's weight in a row: a deviation, as [`Noise::deviation`].
     pub deviation: f64,
     /// What `delta` costs if the weights that O was computed from were rounded alike, as in [`Noise::of_delta`].
     pub of_delta: f64,
