@@ -160,6 +160,7 @@ typedef int32_t hattn_device;
 // - 3 dimensions: a log-sum-exp or its gradient, [batch, heads, seqlen]; descale factors, [batch, heads, blocks]
 // - Packed sequences: Q, K, V, O and their gradients are [total, heads, head_dim], a log-sum-exp is [heads, total]
 // - All others, such as a bias: as the comment of the argument says
+//
 // The order in memory follows from the strides. For memory that is [batch, heads, seqlen, head_dim], only they differ.
 // On a GPU, data and the outer strides of Q, K, V, O, their gradients (packed or not) and mask_bits are multiples of 16 bytes.
 // All other tensors are aligned to their elements, also a bias and the other lists of blocks.
@@ -252,6 +253,7 @@ typedef int32_t hattn_alibi;
 // - mask_block_idx, full_block_idx: [B, H, Qb, Kb], which: so many entries of the last dimension, each 0 to Kb - 1
 // - mask_bits: [B, H, Qb, 512 * block_mask_most_partial], 512 words for each partial block in the order of the list: 4 for each
 //   query. Bit j % 32 of word j / 32 is key j of the block.
+//
 // The CPU refuses wrong numbers. A GPU clamps counts and leaves out what is no block. Of a block that is listed twice, the first
 // place counts. A block in both lists is full.
 typedef int32_t hattn_block_mask;
@@ -352,11 +354,9 @@ typedef struct hattn_forward_problem {
   // A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
   // A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
   hattn_dtype sinks;
-  // Cap c of the scores, finite and above 0: they are c * tanh(softmax_scale * q k / c), before the mask. 0: none.
-  // Gradients are those of the capped scores.
+  // Cap c of the scores, finite and above 0: c * tanh(softmax_scale * q k / c), before the mask, for gradients, too. 0: none.
   float softcap;
-  // Whether scores have ALiBi's bias, and which slopes there are. 0: none. Not for HATTN_E4M3.
-  // The log-sum-exp has the whole bias in it. There is no gradient of the slopes.
+  // Whether scores have ALiBi's bias, and which slopes. 0: none. Not for HATTN_E4M3. The log-sum-exp has it. Slopes have no gradient.
   hattn_alibi alibi;
   // 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
   // enters the softmax: with scale, softcap, bias and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
