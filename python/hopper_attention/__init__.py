@@ -151,7 +151,8 @@ def attention(
       BlockMask. So make a new one where tensors that the mask_mod reads change.
     - bias: numbers that broadcast to [batch, heads_q, seqlen_q, seqlen_kv], added to the scores after the cap: f32, bf16 or
       f16, whatever the type of q. -inf hides a pair as a mask does. On torch tensors it has a gradient, in its shape and
-      type: computed where the bias requires one. A GPU refuses gradients with softcap by name. Beside nested tensors it is as in `attention_varlen`.
+      type: computed where the bias requires one. A GPU refuses gradients with softcap by name. With nested tensors it is
+      as in `attention_varlen`.
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
       A GPU refuses it with packed sequences in sm80 kernels, and with windows of large head dims, by name.

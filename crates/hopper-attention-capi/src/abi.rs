@@ -221,9 +221,9 @@ pub struct hattn_forward_problem {
     /// A sink is one more score of each row of its head, with no value. Scale and mask do not apply to it.
     /// A query without keys has output 0 and log-sum-exp s. A NaN makes NaN of all rows of its head.
     pub sinks: hattn_dtype,
-    /// Cap c of the scores, finite and above 0: c * tanh(softmax_scale * q k / c), before the mask, for gradients, too. 0: none.
+    /// Cap c of the scores, finite and above 0: c * tanh(softmax_scale * q k / c), before the mask. Gradients are of capped scores. 0: none.
     pub softcap: f32,
-    /// Whether scores have ALiBi's bias, and which slopes. 0: none. Not for HATTN_E4M3. The log-sum-exp has it. Slopes have no gradient.
+    /// Whether scores have ALiBi's bias, and which slopes. 0: none. Not for HATTN_E4M3. The log-sum-exp includes it. Slopes have no gradient.
     pub alibi: hattn_alibi,
     /// 1: the largest score of each query head is an output, over batches, queries and the keys that the mask keeps. A score is what
     /// enters the softmax: with scale, softcap, bias and ALiBi. Sinks do not count. 0: it is not. Must be 0 for HATTN_E4M3.
@@ -363,7 +363,7 @@ pub struct hattn_tensor {
     /// sizeof(hattn_tensor), and HATTN_ABI_VERSION.
     pub struct_size: u32,
     pub abi_version: u32,
-    /// Address of the first element, on the host or on a GPU. Not used if there are none. Inputs are only read: cast a const pointer.
+    /// Address of the first element, on the host or on a GPU. Not used if there are none. Inputs are not written: a const pointer may be cast.
     pub data: *mut c_void,
     /// Element type.
     pub dtype: hattn_dtype,
@@ -439,7 +439,7 @@ pub struct hattn_forward_args {
     pub mask_bits: *const hattn_tensor,
     pub full_block_cnt: *const hattn_tensor,
     pub full_block_idx: *const hattn_tensor,
-    /// The additive bias, read: [B, H, Q, K] as the problem's bias_dims, bias_queries and bias_keys say. Given exactly if its bias is not 0.
+    /// The additive bias, read: [B, H, Q, K] as the problem's bias_dims, bias_queries and bias_keys say. Given exactly if there is one.
     pub bias: *const hattn_tensor,
     /// Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
     /// problem's dropout is not 0. A backward pass reads those of the forward pass.

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Mask, Operand, Slot, dropout_state};
 use hopper_attention_verify::alibi::standard;
 use hopper_attention_verify::inputs::{Class, Input, Shaped};
-use hopper_attention_verify::packing::{Kind, Packing};
+use hopper_attention_verify::packing::{Kind, Packing, longest};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -36,11 +36,9 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let options = options.operand(Slot::AlibiSlopes, args.alibi).block_mask(lists.as_ref().map(Lists::form));
     let options = options.dropout(args.dropout);
     let lengths = if packed { cuts(dims, args.seed) } else { Packing::default() };
-    let sequences: Vec<[usize; 2]> =
-        lengths.lengths().sequences(&options.clone().build()?).map(|sides| sides.map(|rows| rows.len)).collect();
+    let sequences = lengths.sequences(dims)?;
     // A bias of packed sequences has the size of the longest.
-    let most = |side: usize| sequences.iter().map(|len| len[side]).max().unwrap_or(0);
-    let covering = packed.then(|| [most(0), most(1)]);
+    let covering = packed.then(|| longest(&sequences));
     let form = args.bias.option().map(|bias| covering.map_or(bias, |[queries, keys]| bias.covering(queries, keys)));
     let problem = options.bias(form).build()?;
     let biases = args.bias.image_of(dims, covering, &sequences, Mask::Full, args.seed).map(|biases| biases.values());

@@ -10,7 +10,7 @@ use crate::blocks::{Blocks, BlocksImage};
 use crate::data::Values;
 use crate::dropout;
 use crate::layouts::Placement;
-use crate::packing::Packing;
+use crate::packing::{Packing, longest};
 use crate::sinks::Sinks;
 
 pub mod random;
@@ -134,9 +134,7 @@ impl Case {
 
     /// How many queries and keys each sequence has.
     fn sequences(&self) -> Vec<[usize; 2]> {
-        let options = self.packing.options(ForwardProblem::builder(DType::F32, self.dims));
-        let problem = options.build().expect("legal sizes");
-        self.packing.lengths().sequences(&problem).map(|sides| sides.map(|rows| rows.len)).collect()
+        self.packing.sequences(self.dims).expect("legal sizes")
     }
 
     /// How many queries and keys the bias has numbers for, where sequences are packed: as many as the longest has, or a few more.
@@ -144,7 +142,7 @@ impl Case {
         let packed = [&self.packing.cu_seqlens_q, &self.packing.cu_seqlens_kv].map(Option::is_some);
         let dense = [self.dims.seqlen_q, self.dims.seqlen_kv];
         let more = [self.seed % 3, self.seed / 3 % 9].map(|more| more as usize);
-        let most = self.sequences().into_iter().fold([0; 2], |most, len| [0, 1].map(|side| len[side].max(most[side])));
+        let most = longest(&self.sequences());
         let of_side = |side: usize| if packed[side] { most[side] + more[side] } else { dense[side] };
         packed.contains(&true).then(|| [0, 1].map(of_side))
     }

@@ -19,7 +19,7 @@ use crate::alibi::Alibi;
 use crate::bias::Bias;
 use crate::blocks::Blocks;
 use crate::case::Case;
-use crate::case::random::{biased, listed, runner};
+use crate::case::random::{listed, runner};
 use crate::ready::Verdict;
 
 pub use problem::{Fp8, Launch, Pass, Problem};
@@ -178,7 +178,7 @@ impl Fuzz {
     /// Gives all problems an additive bias of this kind in place of the drawn one. Problems with e4m3 operands have none.
     #[must_use]
     pub fn bias(self, bias: Bias) -> Self {
-        self.with(move |case| *case = biased(case.clone(), bias))
+        self.with(move |case| *case = case.clone().bias(bias))
     }
 
     /// Gives all problems dropout with this probability (0: none) in place of the drawn one. Problems with e4m3 operands have none.

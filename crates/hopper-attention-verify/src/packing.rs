@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use hopper_attention::{
-    Args, Element, ForwardProblem, ForwardProblemBuilder, Layout, Lengths, Slot, TensorMut, TensorRef,
+    Args, DType, Dims, Element, ForwardProblem, ForwardProblemBuilder, Layout, Lengths, Result, Slot, TensorMut,
+    TensorRef,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -34,6 +35,11 @@ pub struct Kind {
     pub used: [bool; 2],
     /// Whether rows of no sequence are filled.
     pub fill_gaps: bool,
+}
+
+/// The most queries and the most keys that one of these sequences has.
+pub fn longest(sequences: &[[usize; 2]]) -> [usize; 2] {
+    [0, 1].map(|side| sequences.iter().map(|len| len[side]).max().unwrap_or(0))
 }
 
 impl Packing {
@@ -110,6 +116,15 @@ impl Packing {
             seqused_q: self.seqused_q.as_deref(),
             seqused_kv: self.seqused_kv.as_deref(),
         }
+    }
+
+    /// How many queries and keys each sequence of a problem of these sizes has.
+    ///
+    /// # Errors
+    /// No problem has these sizes.
+    pub fn sequences(&self, dims: Dims) -> Result<Vec<[usize; 2]>> {
+        let problem = self.options(ForwardProblem::builder(DType::F32, dims)).build()?;
+        Ok(self.lengths().sequences(&problem).map(|sides| sides.map(|rows| rows.len)).collect())
     }
 
     /// The lists by the names of their operands.

@@ -16,11 +16,20 @@ const MASKS: [MaskClass; 3] = [MaskClass::Full, MaskClass::Causal, MaskClass::Wi
 
 /// The rows that add a bias, of packed sequences or else of others. They do so with every mask.
 pub(crate) fn adding(rows: Vec<KernelInfo>, packed: bool) -> Vec<KernelInfo> {
+    adding_at(&[64, 128], rows, packed)
+}
+
+/// Of them, those with lists in the backward: at head dim 128 alone, which takes smaller ones, too.
+fn adding_backward_lists(gpu: &Gpu) -> Vec<KernelInfo> {
+    adding_at(&[128], gpu.listed_modified_backward_rows(), false)
+}
+
+fn adding_at(head_dims: &[usize], rows: Vec<KernelInfo>, packed: bool) -> Vec<KernelInfo> {
     let adding: Vec<_> = rows.into_iter().filter(|row| row.adds_bias(packed)).collect();
     for dtype in [DType::BF16, DType::F16] {
-        for head_dim in [64, 128] {
+        for &head_dim in head_dims {
             assert!(
-                adding.iter().any(|row| row.dtype() == dtype && row.head_dim_qk() >= head_dim),
+                adding.iter().any(|row| row.dtype() == dtype && row.head_dim_qk() == head_dim),
                 "{dtype} {head_dim}"
             );
         }
@@ -62,7 +71,7 @@ fn every_listed_row_adds_a_bias() {
 #[test]
 fn every_listed_backward_row_adds_a_bias() {
     let Some(gpu) = Gpu::open("every_listed_backward_row_adds_a_bias") else { return };
-    let rows = adding(gpu.listed_modified_backward_rows(), false);
+    let rows = adding_backward_lists(&gpu);
     let cases = fitting(&rows, some(listed_cases(Grid::from_env()), true));
     take(&gpu, &rows, &cases, "backward with a bias and lists of blocks", BACKWARD);
 }
@@ -99,8 +108,7 @@ fn garbage_reaches_no_row_that_hides_it() {
             spoiled(&row, input, mask).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
         }
     }
-    let listed = adding(gpu.listed_modified_backward_rows(), false);
-    for row in [adding(gpu.modified_backward_rows(), false), listed].concat() {
+    for row in [adding(gpu.modified_backward_rows(), false), adding_backward_lists(&gpu)].concat() {
         for (input, mask) in Input::ALL.into_iter().flat_map(|input| MASKS.map(|mask| (input, mask))) {
             spoiled(&row, input, mask).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
         }

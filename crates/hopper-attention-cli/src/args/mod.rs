@@ -250,8 +250,8 @@ pub struct FuzzArgs {
     /// nothing or striped [default: drawn, one problem in four or more has some]
     #[arg(long, value_name = "KIND")]
     pub block_mask: Option<Blocks>,
-    /// The bias of all problems but those of e4m3 operands: none, or as `random` has it [default:
-    /// drawn, one problem in three has one]
+    /// The bias of all problems but those of e4m3 operands: none, or as `random` has it [default: drawn, one problem in three has
+    /// one]
     #[arg(long, value_name = "KIND")]
     pub bias: Option<Bias>,
     /// The probability of dropout of all problems but those of e4m3 operands; 0: none [default: drawn, one problem in four

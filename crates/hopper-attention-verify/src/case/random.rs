@@ -118,15 +118,9 @@ pub fn listed(case: Case, blocks: Blocks) -> Case {
     if case.packing.is_none() { case.blocks(blocks) } else { case }
 }
 
-/// The additive bias of a case: none in two of three cases. Give it to [`biased`].
+/// The additive bias of a case: none in two of three cases.
 pub fn bias() -> impl Strategy<Value = Bias> {
     prop_oneof![2 => Just(Bias::NONE), 1 => proptest::sample::select(Bias::all().collect::<Vec<_>>())]
-}
-
-/// A case with an additive bias.
-#[must_use]
-pub fn biased(case: Case, bias: Bias) -> Case {
-    case.bias(bias)
 }
 
 /// The caps that are drawn. Models have 30 and 50.

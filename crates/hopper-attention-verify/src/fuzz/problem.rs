@@ -174,7 +174,7 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             }
             // e4m3 operands have no additive bias. Kernels of other types have one, but none in the backward beside a cap.
             if !fp8 && (!for_gpu || case.softcap == 0.0 || pass == Pass::Forward) {
-                case = random::biased(case, bias);
+                case = case.bias(bias);
             }
             // And dropout. Forwards for sm90 have it beside windows up to some head dim. Above, those for sm80 run.
             let is_wide = pass == Pass::Forward && widest > widest_with_dropout(&case);

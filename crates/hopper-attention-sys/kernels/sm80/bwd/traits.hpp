@@ -91,7 +91,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // no registers for it.)
   static constexpr bool kMayTakeBias = kTileM == 32 && kHeadDimQK == 128;
   static constexpr bool kTakesBias = kMayTakeBias && (kMask == MaskClass::Window || kIsListed);
-  static constexpr bool kTakesDropout = kTileM == 32 && kHeadDimQK == 128 && (kMask == MaskClass::Window || kIsListed);
+  static constexpr bool kTakesDropout = kTakesBias;
   static constexpr int kBiasAtATime = 2;  // columns of a bias that are read at a time
   using Scalars = std::conditional_t<kPacked, PackedBwdScalars, BwdScalars>;
   using TileRecord = std::conditional_t<kPacked, PackedTile, Tile>;

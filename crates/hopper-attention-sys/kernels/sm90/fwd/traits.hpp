@@ -143,7 +143,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Columns of a bias that are read at a time, of eight each.
   static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
-  // Above head dim 192 tiles leave little room, and at 128 with the bias of a block beside them.
+  // Above head dim 192 tiles leave little shared memory for it, and at 128 with the bias of a block beside them.
   static constexpr int kTableBytes = !kPacked                                          ? 0
                                      : kScoresWait || (kCopiesBias && kHeadDimQK > 64) ? 1024
                                                                                        : kMostTableBytes;

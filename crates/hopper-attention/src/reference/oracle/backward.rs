@@ -52,7 +52,7 @@ pub struct BackwardOracle {
 /// The sizes of rounding errors in the gradient of a sink, `-sum over rows of p * delta`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SinkNoise {
-    /// The effect of rounding `delta` and `p`, the sink's weight in a row: a deviation, as [`Noise::deviation`].
+    /// The standard deviation that rounding `delta` and the sink's weight `p` brings, as in [`Noise::deviation`].
     pub deviation: f64,
     /// What `delta` costs if the weights that O was computed from were rounded alike, as in [`Noise::of_delta`].
     pub of_delta: f64,
