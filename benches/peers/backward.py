@@ -282,20 +282,24 @@ def of_bias(p, q, k, v, d_o, bias, torch):
     """What the gradient of the bias is held against, see `additive.gradient`. Empty without a bias."""
     if bias is None:
         return []
-    columns = torch.arange(p["seqlen"], device=q.device)[None, :]
-    kept = lambda b, h, rows: dropout.kept(p, b, h, rows[:, None], columns, torch)
+    columns = lambda keys: torch.arange(keys, device=q.device)[None, :]
+    kept = lambda n, h, rows, keys: dropout.kept(p, n, h, rows[:, None], columns(keys), torch)
     return additive.gradient(p, q, k, v, d_o, bias, kept, torch)
 
 
-def whole_bias(a, b, torch):
-    """`apart` of two gradients of a bias, a head at a time."""
+def whole_bias(p, a, b, torch):
+    """`apart` of two gradients of a bias, a head at a time. Of packed sequences a head of all of them, since some are short."""
+    if entry.lengths(p) is None:
+        pairs, by_head = zip(a.flatten(0, 1), b.flatten(0, 1)), False
+    else:
+        pairs, by_head = zip(*(x.transpose(0, 1).flatten(1, 2) for x in (a, b))), True
     worst = 0.0
-    for x, y in zip(a.flatten(0, 1), b.flatten(0, 1)):
-        worst = larger(worst, apart(x, y, torch))
+    for x, y in pairs:
+        worst = larger(worst, apart(x, y, torch, by_head))
     return worst
 
 
-def check(gradients, reference, agreed, bounds, torch, normal=True, biases=()):
+def check(p, gradients, reference, agreed, bounds, torch, normal=True, biases=()):
     """Errors of the gradients. `agreed` are some that passed before, or None. Where inputs are not normal, whole heads are compared in
     place of blocks. `biases`: of_bias. Returns (numbers, complaint or None)."""
     numbers = {"unwritten": sum(int(torch.isnan(x).sum()) for x in gradients), "slice": 0.0}
@@ -317,7 +321,7 @@ def check(gradients, reference, agreed, bounds, torch, normal=True, biases=()):
         for x, y in zip(gradients[:3], agreed):
             numbers["cross"] = larger(numbers["cross"], whole(x, y, torch, not normal))
         for x, y in zip(gradients[3:], agreed[3:]):
-            numbers["cross"] = larger(numbers["cross"], whole_bias(x, y, torch))
+            numbers["cross"] = larger(numbers["cross"], whole_bias(p, x, y, torch))
     if normal:
         limits = {"slice": bounds["slice"], **dict.fromkeys((*NAMES, "d_bias"), bounds["block"]), "cross": bounds["cross"]}
     else:
@@ -333,6 +337,6 @@ def changed(p, before, after, torch):
     """The names of gradients that are not what they were on the same inputs. They may be summed in any order, and so
     differ in their last bits."""
     pairs = zip((*NAMES, "d_bias"), before, after)
-    far = lambda name, x, y: (whole_bias if name == "d_bias" else whole)(y, x, torch)
+    far = lambda name, x, y: whole_bias(p, y, x, torch) if name == "d_bias" else whole(y, x, torch)
     moved = [name for name, x, y in pairs if not torch.equal(x, y) and not far(name, x, y) <= ULPS[p["dtype"]]]
     return moved

@@ -8,7 +8,7 @@ import entry
 
 class Flex:
     """PyTorch's FlexAttention, compiled, with the cap and the biases of the scores as its score_mod, and lists of blocks as its
-    block_mask. It is asked at points with one of these alone. The score_mod reads an additive bias in the bias's own type."""
+    block_mask. It is asked at points with one of these. The score_mod reads an additive bias in the bias's own type."""
 
     name, role, lse = "flex", "peer", None
 

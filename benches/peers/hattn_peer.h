@@ -72,10 +72,11 @@ enum { HATTN_PEER_BOTTOM_RIGHT = 0, HATTN_PEER_TOP_LEFT = 1 };
 
 /* bias, bias_dtype and bias_dims, after dropout: bias[b, h, i, j] is added to the score of query i and key j, after the
    cap and before the mask. bias is the device address of a contiguous tensor of f16, bf16 or f32,
-   [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]. bias_dims says which of these are not 1: a sum of 1 (batch),
+   [1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]; of packed sequences [1 or batch, 1 or heads_q, 1 or longest,
+   longest], where i and j count from the first row of each. bias_dims says which of these are not 1: a sum of 1 (batch),
    2 (heads) and 4 (queries). A bias of -inf hides a pair as the mask does: a query without a key has O = 0 and an LSE
    of -inf. Of pairs that the mask hides it may be NaN. Null, or a struct that ends before it: there is no bias. The
-   sweep gives a bias only to libraries that export hattn_peer_adds. e4m3 operands and packed sequences have none. */
+   sweep gives a bias only to libraries that export hattn_peer_adds. e4m3 operands have none. */
 
 /* One forward: O = softmax(scale * Q K^T + mask) V. All pointers are device addresses, 16-byte aligned. Q and O are
    [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim], whatever the strides; the head

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import types
 import unittest
 
 import backward
@@ -31,6 +32,12 @@ class OracleCase(unittest.TestCase):
         of = lambda heads: torch.randn(1, self.SEQLEN, heads, 16, dtype=torch.float64, requires_grad=True)
         self.q, self.k, self.v, self.d_o = of(4), of(2), of(2), of(4).detach()
 
+    def on_the_cpu(self):
+        """PyTorch, whose new tensors are on the CPU."""
+        here = lambda make: lambda *args, device=None, **keywords: make(*args, **keywords)
+        replaced = {name: here(getattr(self.torch, name)) for name in ("arange", "randint", "tensor")}
+        return types.SimpleNamespace(**{**vars(self.torch), **replaced})
+
     def gradients_are_exact(self, p):
         want = self.torch.autograd.grad(self.exact(p), (self.q, self.k, self.v), self.d_o)
         with self.torch.no_grad():
@@ -40,6 +47,7 @@ class OracleCase(unittest.TestCase):
                 self.torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
 
     def flex_is_exact(self, points):
+        """`points`: each alone, or with its bias."""
         peer = object.__new__(flex.Flex)
         with contextlib.suppress(ImportError):
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -47,7 +55,8 @@ class OracleCase(unittest.TestCase):
             peer.torch, peer.block_mask, peer.attend = self.torch, create_block_mask, flex_attention
             with self.torch.no_grad():
                 for p in points:
-                    peer.prepare(p, *(x.float() for x in (self.q, self.k, self.v)))
-                    self.torch.testing.assert_close(peer.call().double(), self.exact(p), rtol=1e-4, atol=1e-5)
+                    p, *bias = p if isinstance(p, tuple) else (p,)
+                    peer.prepare(p, *(x.float() for x in (self.q, self.k, self.v)), *bias)
+                    self.torch.testing.assert_close(peer.call().double(), self.exact(p, *bias), rtol=1e-4, atol=1e-5)
             return
         self.skipTest("torch has no FlexAttention")

@@ -278,7 +278,8 @@ def oracle(p, q, k, v, torch, variances=None, bias=None):
         scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
         scores, _ = entry.capped(p, scores, torch)
         scores = entry.biased(p, scores, h, rows + (keys - s), torch)
-        scores = additive.added(bias, scores, b, h, rows)
+        packed = number is not None
+        scores = additive.added_packed(bias, scores, number, starts, h, rows, torch) if packed else additive.added(bias, scores, b, h, rows)
         if p["causal"]:
             before = rows[:, None] + (keys - s) - torch.arange(keys, device="cuda")[None, :]
             scores.masked_fill_((before < 0) | (before > p.get("window", keys)), float("-inf"))
@@ -475,7 +476,7 @@ class BackwardPoint:
         if dropout.is_own(self.p, x):
             return dropout.check(self.p, backward.drawn(outputs, self.mean, self.variances), outputs, self.torch)
         normal = inputs.of(self.p) == "normal"
-        return backward.check(outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal, self.biases)
+        return backward.check(self.p, outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal, self.biases)
 
     def changed(self, before, after):
         return backward.changed(self.p, before, after, self.torch)

@@ -77,12 +77,6 @@ class Oracles(OracleCase):
             p = {**POINT, "bias": kind, **more}
             yield p, additive.made(p, self.torch, "cpu")
 
-    def on_the_cpu(self):
-        """PyTorch, whose new tensors are on the CPU."""
-        here = lambda make: lambda *args, device=None, **keywords: make(*args, **keywords)
-        replaced = {name: here(getattr(self.torch, name)) for name in ("arange", "randint")}
-        return types.SimpleNamespace(**{**vars(self.torch), **replaced})
-
     def exact(self, p, bias):
         torch = self.torch
         q, k, v = (x.transpose(1, 2) for x in (self.q, *(x.repeat_interleave(2, 2) for x in (self.k, self.v))))
@@ -140,7 +134,7 @@ class Oracles(OracleCase):
             for b, h, rows, d_bias in of_bias:
                 exact = want[3][b, h].nan_to_num()
                 torch.testing.assert_close(d_bias, exact if rows is None else exact[rows], rtol=1e-10, atol=1e-12)
-            check = lambda gradients: backward.check(gradients, made, want, backward.BOUNDS["bf16"], torch, True, of_bias)
+            check = lambda gradients: backward.check(p, gradients, made, want, backward.BOUNDS["bf16"], torch, True, of_bias)
             clean = (*want[:3], want[3].nan_to_num())
             want = clean
             self.assertIsNone(check(clean)[1], p)

@@ -596,7 +596,7 @@ class InputsInPyTorch(unittest.TestCase):
         off = [x.float() for x in exact]
         for x in off[:2]:
             x[:, :64] *= 1.5
-        check = lambda gradients, normal: backward.check(gradients, reference, None, backward.BOUNDS["bf16"], torch, normal)[1]
+        check = lambda gradients, normal: backward.check({}, gradients, reference, None, backward.BOUNDS["bf16"], torch, normal)[1]
         self.assertIsNone(check([x.float() for x in exact], True))
         self.assertIn("d_q 0.5 > 0.03", check(off, True))
         self.assertIsNone(check(off, False))

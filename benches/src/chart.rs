@@ -186,7 +186,7 @@ fn draw(report: &Report, points: &[&PointReport], title: &str) -> Result<String,
     Ok(themed(svg, &lines, title))
 }
 
-/// Ratios over named places: a line for each name, and a dashed one at 1, above which ours is faster.
+/// Ratios over named places, and what they are: a line for each name, and a dashed one at 1.
 ///
 /// A line's points are the number of their place and the ratio. The name of a line has its last ratio beside it.
 pub(crate) fn draw_ratios(
@@ -194,6 +194,7 @@ pub(crate) fn draw_ratios(
     about: &str,
     places: &[String],
     ratios: &[(String, Vec<(usize, f64)>)],
+    ratio_is: &str,
 ) -> Result<String, Box<dyn std::error::Error>> {
     let paints = [OURS].into_iter().chain(KNOWN.iter().map(|(_, paint)| *paint)).chain(OTHERS).cycle();
     let lines: Vec<Line<'_>> = ratios
@@ -213,7 +214,7 @@ pub(crate) fn draw_ratios(
         write_titles(&root, title, about)?;
         let mut chart = framed(&root).build_cartesian_2d(-0.25..last + 0.25, (lowest - 0.05)..(highest + 0.05))?;
         let name = |x: &f64| place(*x).and_then(|at| places.get(at)).cloned().unwrap_or_default();
-        draw_axes(&mut chart, places.len(), [&name, &|y| format!("{y:.1}")], ["sequence length", "their time / ours"])?;
+        draw_axes(&mut chart, places.len(), [&name, &|y| format!("{y:.1}")], ["sequence length", ratio_is])?;
         let even = [(-0.25, 1.0), (last + 0.25, 1.0)];
         chart.draw_series(DashedLineSeries::new(even, 6, 5, ROOFLINE.light.stroke_width(2)))?;
         let mut names: Vec<(i32, String, Paint)> = Vec::new();

@@ -57,7 +57,8 @@ pub struct Args {
 #[repr(C)]
 #[allow(missing_docs)]
 pub struct Biasing {
-    /// Contiguous: `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`.
+    /// Contiguous: `[1 or batch, 1 or heads_q, 1 or seqlen_q, seqlen_kv]`. Of packed sequences
+    /// `[1 or batch, 1 or heads_q, 1 or longest, longest]`.
     pub bias: *const c_void,
     pub bias_dtype: i32,
     /// Which dimensions it has beside the keys: a sum of 1 (batch), 2 (heads) and 4 (queries).
@@ -80,7 +81,7 @@ impl Biasing {
     }
 
     /// As problems take it.
-    fn option(&self) -> Result<Option<Bias>, Refused> {
+    fn option(&self, packing: Packing) -> Result<Option<Bias>, Refused> {
         if self.bias.is_null() {
             return Ok(None);
         }
@@ -95,7 +96,12 @@ impl Biasing {
             return Err(problem::refused("bias_dims", self.bias_dims, allowed));
         }
         let has = |bit| self.bias_dims & bit != 0;
-        Ok(Some(Bias::new(dtype).per_batch(has(1)).per_head(has(2)).per_query(has(4))))
+        let form = Bias::new(dtype).per_batch(has(1)).per_head(has(2)).per_query(has(4));
+        if packing.cu_seqlens.is_null() {
+            return Ok(Some(form));
+        }
+        let longest = problem::size("longest", packing.longest)?;
+        Ok(Some(form.covering(longest, longest)))
     }
 }
 
@@ -321,7 +327,7 @@ impl Args {
         let options = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?.lse(!self.lse.is_null());
         let options = options.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
         let options = options.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
-        let options = options.dropout(self.dropping.option()?).bias(self.biasing.option()?);
+        let options = options.dropout(self.dropping.option()?).bias(self.biasing.option(self.packing)?);
         let [counts, indices, bits, full_counts, full] =
             Given::lists([self.full_block_cnt, self.full_block_idx, self.mask_block_cnt]);
         Ok(Call {
@@ -520,9 +526,13 @@ mod tests {
         }
         for (form, dims) in [(Bias::new(DType::F16), 0), (Bias::new(DType::BF16).per_batch(true).per_head(true), 3)] {
             let biasing = Biasing::of(bias.as_ptr().cast(), form);
-            assert_eq!((biasing.bias_dims, biasing.option()), (dims, Ok(Some(form))));
+            assert_eq!((biasing.bias_dims, biasing.option(args.packing)), (dims, Ok(Some(form))));
+            // Of packed sequences it covers the longest. Nothing reads the address here.
+            let packing = Packing { cu_seqlens: std::ptr::dangling(), longest: 9, ..args.packing };
+            assert_eq!(biasing.option(packing), Ok(Some(form.covering(9, 9))));
+            assert!(biasing.option(Packing { longest: -1, ..packing }).is_err());
         }
-        assert_eq!(Biasing::NONE.option(), Ok(None));
+        assert_eq!(Biasing::NONE.option(args.packing), Ok(None));
     }
 
     /// Two sequences of one and two tokens, with zeros for queries and keys.

@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 
 use crate::chart::{Chart, draw_ratios};
 use crate::text::thousands;
-use crate::{Report, distinct};
+use crate::{Report, distinct, growth};
 
 /// Query heads and KV heads that count as few: a model on several cards, or a small one.
 const FEW: [&str; 5] = ["8/1", "16/4", "32/8", "4/4", "16/16"];
@@ -37,12 +37,14 @@ pub fn is_text(record: &Path) -> bool {
     record.extension().is_some_and(|extension| extension == "txt")
 }
 
-/// The charts of a record of either kind: a report of `hattn bench`, or such a text.
+/// The charts of a record of any kind: a report of `hattn bench`, such a text, or one of long sequences.
 ///
 /// # Errors
 /// When the record cannot be read, or has nothing to draw.
 pub fn charts_of(record: &Path) -> Result<Vec<Chart>> {
-    if is_text(record) {
+    if growth::is_record(record) {
+        growth::charts(&crate::text::read(record)?)
+    } else if is_text(record) {
         charts(record, &crate::text::read(record)?)
     } else {
         crate::chart::charts(&Report::load(record)?)
@@ -80,7 +82,8 @@ pub fn charts(record: &Path, text: &str) -> Result<Vec<Chart>> {
         let title = format!("Attention {pass}, bf16, few heads, head dim {head_dim}, {mask} mask");
         let about = format!("time of {peer} over ours, one sequence; query heads / KV heads");
         let labels: Vec<String> = tokens.iter().copied().map(thousands).collect();
-        let svg = draw_ratios(&title, &about, &labels, &lines).map_err(|error| anyhow!("drawing {title}: {error}"))?;
+        let svg = draw_ratios(&title, &about, &labels, &lines, "their time / ours")
+            .map_err(|error| anyhow!("drawing {title}: {error}"))?;
         Ok(Chart { file: format!("{stem}-d{head_dim}-{mask}.svg"), title, svg })
     };
     families.iter().map(chart).collect()

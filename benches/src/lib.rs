@@ -20,6 +20,7 @@ pub mod csv;
 #[cfg(feature = "cuda")]
 pub mod entry;
 pub mod few;
+mod growth;
 mod harness;
 pub mod host;
 pub mod memory;

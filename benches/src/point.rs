@@ -386,7 +386,12 @@ impl Point {
     /// The queries that see a key.
     pub fn queries_of(&self, key: usize) -> impl Iterator<Item = usize> + '_ {
         let sequence = if self.packed.is_some() { self.sequence(key) } else { 0..self.seqlen_q() };
-        sequence.filter(move |&query| self.keys(query).contains(&key) && self.lists_keep(query, key))
+        sequence.filter(move |&query| self.sees(query, key))
+    }
+
+    /// Whether a query sees a key.
+    pub fn sees(&self, query: usize, key: usize) -> bool {
+        self.keys(query).contains(&key) && self.lists_keep(query, key)
     }
 
     /// The rows of the packed sequence that has this one. All keys where sequences are not packed.
@@ -453,7 +458,7 @@ impl Point {
         let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
         let options =
             options.operand(Slot::AlibiSlopes, self.alibi).block_mask(self.blocks.map(|_| FullBlocks::form()));
-        let options = options.bias(self.bias.option()).dropout(self.probability()?);
+        let options = options.bias(self.bias_form()).dropout(self.probability()?);
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),

@@ -207,8 +207,6 @@ impl Sweep {
             !self.dtypes.contains(&Precision::E4m3),
             "--bias with --dtypes e4m3: e4m3 operands have no bias; allowed: --dtypes bf16,f16"
         );
-        ensure!(self.packed.is_empty(), "--bias with --packed is not timed yet; allowed: one of them");
-        ensure!(self.block_mask.is_empty(), "--bias with --block-mask is not timed yet; allowed: one of them");
         ensure!(
             !gradients || self.softcap.is_none(),
             "--bias with --softcap and --directions bwd: no kernel has gradients of both; allowed: --directions fwd, or one of them"
@@ -447,8 +445,6 @@ mod tests {
         let lowest = "bf16:q:lowest".parse().unwrap();
         for (wrong, part) in [
             (Sweep { dtypes: vec![Precision::E4m3], ..sweep.clone() }, "--bias with --dtypes e4m3"),
-            (Sweep { packed: vec![16384], ..sweep.clone() }, "--bias with --packed"),
-            (Sweep { block_mask: vec![4], ..sweep.clone() }, "--bias with --block-mask"),
             (Sweep { directions: Direction::ALL.to_vec(), ..capped }, "--bias with --softcap and --directions bwd"),
             (Sweep { inputs: vec![Class::Nan], ..sweep.clone() }, "--bias with --inputs nan"),
             (Sweep { bias: lowest, ..sweep }, "--bias bf16:q:lowest"),

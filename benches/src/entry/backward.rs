@@ -102,7 +102,7 @@ impl BackwardArgs {
         let forward = self.numbers.forward(self.numbers.sixteen_bits()?, self.packing)?;
         let forward = forward.operand(Slot::AlibiSlopes, !self.alibi_slopes.is_null());
         let forward = forward.block_mask((!self.full_block_cnt.is_null()).then(FullBlocks::form));
-        let forward = forward.dropout(self.dropping.option()?).bias(self.biasing.option()?).build()?;
+        let forward = forward.dropout(self.dropping.option()?).bias(self.biasing.option(self.packing)?).build()?;
         Ok(Problem::Backward(BackwardProblem::builder(&forward).d_bias(!self.d_bias.is_null()).build()?))
     }
 

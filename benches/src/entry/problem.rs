@@ -9,10 +9,14 @@ pub(super) fn refused(what: &str, got: i32, allowed: &str) -> Refused {
     Refused(INVALID, format!("{what}: {got}; allowed: {allowed}"))
 }
 
+/// A size.
+pub(super) fn size(what: &str, size: i32) -> Result<usize, Refused> {
+    usize::try_from(size).map_err(|_| refused(what, size, "0 and above"))
+}
+
 impl Numbers {
     /// The forward problem, with the options that all structs have.
     pub(super) fn forward(&self, dtype: DType, packing: Packing) -> Result<ForwardProblemBuilder, Refused> {
-        let size = |what, size: i32| usize::try_from(size).map_err(|_| refused(what, size, "0 and above"));
         let dims = Dims::new(
             size("batch", self.batch)?,
             size("seqlen_q", self.seqlen_q)?,

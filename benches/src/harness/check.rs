@@ -241,7 +241,7 @@ pub(super) fn cross<T: Float>(
     });
     let mut worst = apart.fold(0.0, worse);
     if let (Some(a), Some(b)) = (&outputs.d_bias, &other.d_bias) {
-        let apart = distance_of_biases(a, b);
+        let apart = distance_of_biases(task.point, a, b);
         complaint = complaint.or_else(|| beyond("cross", apart, bound(T::DTYPE)));
         worst = worse(worst, apart);
     }
@@ -262,7 +262,7 @@ pub(super) fn changed<T: Float>(task: &Task<'_, T>, before: &Outputs<T>, after: 
         .map(|(Written { name, .. }, _)| name)
         .collect();
     if let (Some(a), Some(b)) = (&before.d_bias, &after.d_bias)
-        && beyond("d_bias", distance_of_biases(b, a), ulp(a.dtype()).max(ulp(T::DTYPE))).is_some()
+        && beyond("d_bias", distance_of_biases(task.point, b, a), ulp(a.dtype()).max(ulp(T::DTYPE))).is_some()
     {
         moved.push("d_bias");
     }
@@ -305,16 +305,18 @@ fn block(first: usize, tokens: usize, count: usize) -> Range<usize> {
     first.min(count.saturating_sub(tokens))..(first + tokens).min(count)
 }
 
-/// The largest relative distance of blocks of rows of two gradients of a bias.
-fn distance_of_biases(a: &BiasTensor, b: &BiasTensor) -> f64 {
+/// The largest relative distance of blocks of rows of two gradients of a bias. Packed sequences may be short, so that nothing but what
+/// is left of terms that cancel is in a block. Then the whole is compared.
+fn distance_of_biases(point: &Point, a: &BiasTensor, b: &BiasTensor) -> f64 {
     let [batch, heads, queries, keys] = a.shape();
     let count = batch * heads * queries;
+    let rows = if point.packed.is_some() { count } else { BLOCK };
     let of_block = |first| {
-        let block = block(first, BLOCK, count);
+        let block = block(first, rows, count);
         let all = |x: &BiasTensor| block.clone().flat_map(|row| x.row(row)).collect::<Vec<f64>>();
         apart(&all(a), &all(b), SMALLEST * ((block.len() * keys) as f64).sqrt())
     };
-    (0..count).step_by(BLOCK).map(of_block).fold(0.0, worse)
+    (0..count).step_by(rows).map(of_block).fold(0.0, worse)
 }
 
 /// The vector of a batch element, token and head; NaN where the data ends before.

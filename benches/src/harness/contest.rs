@@ -68,7 +68,7 @@ impl<'a, T> Task<'a, T> {
 
     /// The number that the bias adds to the score of a batch entry, head, query and key. 0 where there is none.
     pub(super) fn added(&self, pair: [usize; 4]) -> f64 {
-        self.bias.map_or(0.0, |bias| bias.at(pair))
+        self.bias.map_or(0.0, |bias| bias.at(self.point.in_sequence(pair)))
     }
 
     /// The forward's outputs that a backward needs.

@@ -87,7 +87,10 @@ fn run_pool<T: Float, P: Place>(
         let dense = point.dense();
         let bias = point.bias_numbers(job.seed)?;
         let mut tasks: Vec<Task<'_, T>> = vec![Task { bias: bias.as_ref(), ..Task::new(point, job.layout)? }];
-        tasks.extend(dense.as_ref().map(|dense| Task::new(dense, job.layout)).transpose()?);
+        let bias_of_dense = dense.as_ref().map(|dense| dense.bias_numbers(job.seed)).transpose()?.flatten();
+        if let Some(dense) = &dense {
+            tasks.push(Task { bias: bias_of_dense.as_ref(), ..Task::new(dense, job.layout)? });
+        }
         let saved: Result<Result<Vec<_>, String>> = match point.direction {
             Direction::Fwd => Ok(Ok(vec![])),
             Direction::Bwd => tasks

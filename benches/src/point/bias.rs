@@ -1,7 +1,7 @@
 //! The additive bias of a point: what it holds, and memory for it and its gradient.
 
 use anyhow::{Context as _, Result};
-use hopper_attention::{Args, DType, Float, Layout, Slot, TensorMut, TensorRef, bf16, f16};
+use hopper_attention::{Args, Bias, DType, Float, Layout, Slot, TensorMut, TensorRef, bf16, f16};
 use hopper_attention_verify::bias::BiasDraw;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -42,7 +42,7 @@ fn narrow<T: Float>(number: f64) -> T {
     T::from_f32(number as f32)
 }
 
-/// A bias or its gradient, contiguous: `[1 or batch, 1 or heads_q, 1 or queries, keys]`.
+/// A bias or its gradient, contiguous, of the shape of [`Point::bias_shape`].
 #[derive(Clone, Debug)]
 pub(crate) struct BiasTensor {
     numbers: Numbers,
@@ -61,7 +61,7 @@ impl BiasTensor {
         Ok(Self { numbers, layout })
     }
 
-    /// The number that a pair reads: of a batch entry, query head, query and key.
+    /// The number that a pair reads: of a batch entry, query head, query and key, as its sequence counts them.
     pub(crate) fn at(&self, pair: [usize; 4]) -> f64 {
         let shape = self.layout.shape();
         let own = std::array::from_fn(|axis| if shape[axis] == 1 { 0 } else { pair[axis] });
@@ -156,6 +156,29 @@ impl BiasTensor {
     }
 }
 
+/// Which pairs of a sequence the mask and the lists of blocks keep.
+struct Seen {
+    /// The sequence as a point of its own.
+    sequence: Point,
+    /// Of each key, whether a query sees it. Empty where every query has numbers of its own.
+    by_any: Vec<bool>,
+}
+
+impl Seen {
+    fn new(sequence: Point) -> Self {
+        let shared = sequence.bias.option().is_some_and(|form| !form.is_per_query());
+        let keys = if shared { 0..sequence.seqlen } else { 0..0 };
+        let by_any = keys.map(|key| sequence.queries_of(key).next().is_some()).collect();
+        Self { sequence, by_any }
+    }
+
+    /// Whether a row of the bias has a number for a key that is read.
+    fn by(&self, query: usize, key: usize) -> bool {
+        let own = || query < self.sequence.seqlen_q() && self.sequence.sees(query, key);
+        if self.by_any.is_empty() { own() } else { self.by_any.get(key).is_some_and(|&seen| seen) }
+    }
+}
+
 impl Point {
     /// The numbers of the bias, from the seed. `None` where there is none.
     ///
@@ -163,8 +186,8 @@ impl Point {
     /// When there is no memory for them.
     pub(crate) fn bias_numbers(&self, seed: u64) -> Result<Option<BiasTensor>> {
         let Some(mut tensor) = self.bias_gradient().context("the bias")? else { return Ok(None) };
-        let kept = self.kept_keys();
-        each!(&mut tensor.numbers, data => self.draw(data, &kept, seed));
+        let seen = self.bias_sequences();
+        each!(&mut tensor.numbers, data => self.draw(data, &seen, seed));
         Ok(Some(tensor))
     }
 
@@ -173,44 +196,63 @@ impl Point {
     /// # Errors
     /// When there is no memory for it.
     pub(crate) fn bias_gradient(&self) -> Result<Option<BiasTensor>> {
-        let Some(form) = self.bias.option() else { return Ok(None) };
+        let Some(form) = self.bias_form() else { return Ok(None) };
         Ok(Some(BiasTensor::unwritten(form.dtype(), Layout::contiguous(self.bias_shape())?)?))
     }
 
-    /// `[1 or batch, 1 or heads_q, 1 or queries, keys]`. Zeros where there is no bias.
+    /// The form that problems have. With packed sequences it covers the longest one.
+    pub(super) fn bias_form(&self) -> Option<Bias> {
+        let form = self.bias.option()?;
+        Some(self.packed.as_ref().map_or(form, |packed| form.covering(packed.longest(), packed.longest())))
+    }
+
+    /// `[1 or batch, 1 or heads_q, 1 or queries, keys]`, of packed sequences `[1 or sequences, 1 or heads_q, 1 or longest, longest]`.
+    /// Zeros where there is no bias.
     pub(crate) fn bias_shape(&self) -> [usize; 4] {
-        let Some(form) = self.bias.option() else { return [0; 4] };
+        let Some(form) = self.bias_form() else { return [0; 4] };
         let of = |own, size| if own { size } else { 1 };
-        let (batch, heads) = (of(form.is_per_batch(), self.batch), of(form.is_per_head(), self.heads_q));
-        [batch, heads, of(form.is_per_query(), self.seqlen_q()), self.seqlen]
+        let (batch, heads) = (of(form.is_per_batch(), self.sequences()), of(form.is_per_head(), self.heads_q));
+        let [queries, keys] = form.covered().unwrap_or([self.seqlen_q(), self.seqlen]);
+        [batch, heads, of(form.is_per_query(), queries), keys]
     }
 
-    /// The bytes of the bias, and so of its gradient.
+    /// The bytes that the bias has for pairs, and so its gradient.
     pub(super) fn bias_bytes(&self) -> usize {
-        let bytes = self.bias.option().map_or(0, |form| form.dtype().bytes());
-        bytes * self.bias_shape().iter().product::<usize>()
+        let Some(form) = self.bias_form() else { return 0 };
+        let numbers = match &self.packed {
+            Some(packed) if form.is_per_batch() => {
+                let of_one = |&length: &usize| if form.is_per_query() { length * length } else { length };
+                self.bias_shape()[1] * packed.lengths.iter().map(of_one).sum::<usize>()
+            }
+            _ => self.bias_shape().iter().product(),
+        };
+        form.dtype().bytes() * numbers
     }
 
-    /// Whether a query sees each key. Empty where every query has numbers of its own.
-    fn kept_keys(&self) -> Vec<bool> {
-        let shared = self.bias.option().is_some_and(|form| !form.is_per_query());
-        let keys = if shared { 0..self.seqlen } else { 0..0 };
-        keys.map(|key| self.queries_of(key).next().is_some()).collect()
+    /// Which pairs read the numbers of each of the bias's own batch entries. Sequences that share numbers are a part of the longest.
+    fn bias_sequences(&self) -> Vec<Seen> {
+        let per_batch = self.bias.option().is_some_and(|form| form.is_per_batch());
+        let of_length = |seqlen| Seen::new(Self { seqlen, batch: 1, packed: None, ..self.clone() });
+        match &self.packed {
+            Some(packed) if per_batch => packed.lengths.iter().copied().map(of_length).collect(),
+            Some(packed) => vec![of_length(packed.longest())],
+            None => vec![of_length(self.seqlen)],
+        }
     }
 
     /// Draws all rows, each with a generator of its own, so that threads share the work.
-    fn draw<T: Float>(&self, data: &mut [T], kept: &[bool], seed: u64) {
-        let [.., queries, keys] = self.bias_shape();
+    fn draw<T: Float>(&self, data: &mut [T], sequences: &[Seen], seed: u64) {
+        let [_, heads, queries, keys] = self.bias_shape();
         let row = |(number, row): (usize, &mut [T])| {
             let mut rng = SmallRng::seed_from_u64(seed ^ 0x6269_6173 ^ (number as u64) << 32);
-            let seen = if kept.is_empty() { self.keys(number % queries) } else { 0..keys };
+            // Of a dense point all batch entries are alike.
+            let seen = &sequences[number / (heads * queries) % sequences.len()];
             // A row that all queries share would hide everything.
-            let whole = kept.is_empty() && rng.random_range(0..8) == 7;
+            let whole = seen.by_any.is_empty() && rng.random_range(0..8) == 7;
             for (key, to) in row.iter_mut().enumerate() {
                 let normal = 2.0 * rng.sample::<f64, _>(StandardNormal);
                 let draw = BiasDraw { whole, one_of: rng.random_range(0..12), normal };
-                let is_kept = seen.contains(&key) && kept.get(key).is_none_or(|&kept| kept);
-                *to = narrow(self.bias.number(is_kept, draw));
+                *to = narrow(self.bias.number(seen.by(number % queries, key), draw));
             }
         };
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -228,7 +270,7 @@ impl Point {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Direction, Point, PointMask, Sweep};
+    use crate::{Direction, Kind, Packed, Point, PointMask, Sweep};
 
     fn point(bias: &str, mask: PointMask) -> Point {
         let sweep = Sweep {
@@ -283,6 +325,40 @@ mod tests {
         );
         let mask = point("f16::mask", causal).bias_numbers(2).unwrap().unwrap().widened().unwrap();
         assert!(mask.iter().all(|x| *x == 0.0 || *x == f64::NEG_INFINITY) && mask.contains(&0.0));
+    }
+
+    /// Of packed sequences, each counts from its own first row, and what is past its end is read by no pair.
+    #[test]
+    fn packed_sequences_have_the_size_of_the_longest() {
+        let packed = Packed { kind: Kind::Long, lengths: vec![3, 1, 4], dense: [3, 3] };
+        let of = |bias: &str, causal| {
+            let dense = Point { queries: None, causal, ..point(bias, PointMask::Full) };
+            Point { seqlen: 8, batch: 1, packed: Some(packed.clone()), ..dense }
+        };
+        for (bias, shape, numbers) in [
+            ("f32:bhq:hidden", [3, 4, 4, 4], 4 * (9 + 1 + 16)),
+            ("f32:h:hidden", [1, 4, 1, 4], 16),
+            ("f32:bh", [3, 4, 1, 4], 4 * 8),
+        ] {
+            for causal in [false, true] {
+                let point = of(bias, causal);
+                assert_eq!((point.bias_shape(), point.problem().unwrap().bias_shape()), (shape, shape));
+                let plain = Point { bias: "none".parse().unwrap(), ..point.clone() };
+                assert_eq!(point.bytes() - plain.bytes(), 4 * numbers);
+                let tensor = point.bias_numbers(3).unwrap().unwrap();
+                for (place, number) in tensor.widened().unwrap().into_iter().enumerate() {
+                    let (entry, query, key) = (place / (shape[2] * 4) / 4 % shape[0], place / 4 % shape[2], place % 4);
+                    // Those that share numbers are a part of the longest.
+                    let length = if shape[0] == 1 { 4 } else { packed.lengths[entry] };
+                    let read = key < length && (shape[2] == 1 || query < length && (!causal || key <= query));
+                    assert_eq!(number.is_nan(), bias.ends_with("hidden") && !read, "{point} {place}");
+                }
+                // Row 6 is query 2 of the last sequence.
+                let pair = point.in_sequence([0, 1, 6, 5]);
+                assert_eq!(pair, [2, 1, 2, 1]);
+                assert!(tensor.at(pair).is_finite() || tensor.at(pair) == f64::NEG_INFINITY);
+            }
+        }
     }
 
     #[test]

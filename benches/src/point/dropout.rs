@@ -22,15 +22,11 @@ impl Point {
 
     /// What the weight of a query and a key of a head is multiplied by: 0 or `1 / (1 - p)`, and 1 without dropout. From the
     /// definition of the pairs that ours keeps, [`DropoutMask`].
-    pub(crate) fn kept(&self, [batch, head, query, key]: [usize; 4]) -> f64 {
+    pub(crate) fn kept(&self, pair: [usize; 4]) -> f64 {
         let (Ok(Some(dropout)), Some(state)) = (self.probability(), self.dropout_state()) else { return 1.0 };
-        // A packed sequence has a number of its own, and counts from its first row.
-        let (batch, first) = match &self.packed {
-            None => (batch, 0),
-            Some(packed) => packed.numbered(query),
-        };
+        let [batch, head, query, key] = self.in_sequence(pair);
         let mask = DropoutMask::new(dropout, self.heads_q, state);
-        if mask.keeps(batch, head, query - first, key - first) { dropout.factor() } else { 0.0 }
+        if mask.keeps(batch, head, query, key) { dropout.factor() } else { 0.0 }
     }
 }
 

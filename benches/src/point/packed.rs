@@ -7,6 +7,8 @@ use std::ops::Range;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use super::Point;
+
 /// What our second run at a packed point is called: our name and this. It computes the point's dense batch
 /// ([`Packed::dense`]).
 pub const DENSE: &str = "-dense";
@@ -130,14 +132,32 @@ impl Packed {
 
     /// The rows of the sequence that this row belongs to.
     pub(super) fn sequence(&self, row: usize) -> Range<usize> {
-        let mut begin = 0;
-        for &length in &self.lengths {
-            if row < begin + length {
-                return begin..begin + length;
+        let (number, begin) = self.numbered(row);
+        begin..begin + self.lengths.get(number).copied().unwrap_or(0)
+    }
+}
+
+impl Point {
+    /// A pair (batch entry, query head, query and key) as operands of each sequence count it: a packed sequence has the number of a
+    /// batch entry, and counts from its first row.
+    pub(crate) fn in_sequence(&self, [batch, head, query, key]: [usize; 4]) -> [usize; 4] {
+        let Some(packed) = &self.packed else { return [batch, head, query, key] };
+        let (number, begin) = packed.numbered(query);
+        [number, head, query - begin, key - begin]
+    }
+
+    /// The batch entry and the rows of each sequence. Rows are keys, and queries where they are packed.
+    pub(crate) fn sides(&self) -> Vec<(usize, Range<usize>)> {
+        match &self.packed {
+            None => (0..self.batch).map(|batch| (batch, 0..self.seqlen)).collect(),
+            Some(packed) => {
+                let ends = packed.lengths.iter().scan(0, |end, &length| {
+                    *end += length;
+                    Some((0, *end - length..*end))
+                });
+                ends.collect()
             }
-            begin += length;
         }
-        begin..begin
     }
 }
 

@@ -262,6 +262,8 @@ fn a_sweep_with_a_bias() {
         ("f32:bhq", "bias-f32-bhq", "--masks causal"),
         ("bf16:hq:hidden", "bias-bf16-hq-hidden", "--masks window:9 --quarter --layout bhsd"),
         ("f16::mask", "bias-f16-mask", "--masks full --alibi --dropout 0.2"),
+        ("f32:q:hidden", "blocks2", "--block-mask 1/2"),
+        ("bf16:bh:hidden", "equal60", "--packed --tokens 120 --masks causal --filter equal60"),
     ] {
         let folder = tempfile::tempdir().expect("a folder");
         let options = format!(
@@ -493,8 +495,6 @@ fn what_cannot_run_is_refused_by_name() {
     refused(&["--dropout", "10"], "whole percent, 0.01 to 0.99");
     refused(&["--dropout", "0.1", "--inputs", "peaky"], "--dropout with other --inputs is not timed");
     refused(&["--bias", "f64"], "allowed: none, or f32, bf16 or f16");
-    refused(&["--bias", "f32:q", "--packed"], "--bias with --packed is not timed yet");
-    refused(&["--bias", "f32:q", "--block-mask", "1/4"], "--bias with --block-mask is not timed yet");
     refused(&["--bias", "f32:q", "--dtypes", "e4m3"], "--bias with --dtypes e4m3: e4m3 operands have no bias");
     refused(&["--bias", "f32:q", "--softcap", "5", "--directions", "bwd"], "no kernel has gradients of both");
     refused(&["--bias", "f32:q:lowest"], "allowed: normal, hidden, mask");

@@ -89,7 +89,7 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
     let [batch, query, head] = at;
     let own = Query::new(task, pool, at);
     let mut d_q = Sum::new(task.point.head_dim);
-    for key in task.point.keys(query).filter(|&key| task.point.lists_keep(query, key)) {
+    for key in task.point.keys(query).filter(|&key| task.point.sees(query, key)) {
         let at = [batch, key, head / task.point.group()];
         let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, at));
         let [_, d_s, size] = own.pair(key, &k, &v, task);
@@ -119,7 +119,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
 /// are sums of dS.
 pub(super) fn of_bias<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Number> {
     let point = task.point;
-    let shape = point.bias_shape();
+    let (shape, sides) = (point.bias_shape(), point.sides());
     let ends = |axis: usize| distinct([0, shape[axis] / 3, shape[axis] - 1]);
     let places = if shape.contains(&0) { vec![] } else { ends(0) };
     let places = places.into_iter().flat_map(|b| ends(1).into_iter().map(move |h| [b, h]));
@@ -128,13 +128,20 @@ pub(super) fn of_bias<T: Float>(task: &Task<'_, T>, pool: &Pool<T>) -> Vec<Numbe
     // Where a dimension is shared, all of it has a part in a number.
     let all = |axis: usize, size: usize, at: usize| if shape[axis] == 1 { 0..size } else { at..at + 1 };
     let number = |at: [usize; 4]| {
-        let (key, mut exact, mut squares) = (at[3], 0.0, 0.0);
-        for (batch, head) in
-            all(0, point.batch, at[0]).flat_map(|batch| all(1, point.heads_q, at[1]).map(move |head| (batch, head)))
+        let (mut exact, mut squares) = (0.0, 0.0);
+        let sequences = &sides[all(0, sides.len(), at[0])];
+        for ((batch, rows), head) in
+            sequences.iter().flat_map(|of_one| all(1, point.heads_q, at[1]).map(move |head| (of_one, head)))
         {
+            let (batch, key, first) = (*batch, rows.start + at[3], rows.start);
+            if !rows.contains(&key) {
+                continue;
+            }
             let place = [batch, key, head / point.group()];
             let [k, v] = [(&pool.k, &task.k), (&pool.v, &task.v)].map(|(x, layout)| values(x, layout, place));
-            for query in all(2, point.seqlen_q(), at[2]).filter(|&query| point.keys(query).contains(&key)) {
+            let count = if point.packed.is_some() { rows.len() } else { point.seqlen_q() };
+            let queries = all(2, count, at[2]).filter(|&query| query < count).map(|query| first + query);
+            for query in queries.filter(|&query| point.sees(query, key)) {
                 let [_, d_s, size] = Query::new(task, pool, [batch, query, head]).pair(key, &k, &v, task);
                 (exact, squares) = (exact + d_s, squares + size * size);
             }

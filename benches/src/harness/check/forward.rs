@@ -26,7 +26,7 @@ fn row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, [batch, query, head]: [usiz
     let added = |key| task.added([batch, head, query, key]);
     let product = |key| dot(&q, &values(&pool.k, &task.k, [batch, key, kv_head]));
     let score = |key| point.score(product(key), [head, query, key])[0] + added(key);
-    let keys = point.keys(query).filter(|&key| point.lists_keep(query, key));
+    let keys = point.keys(query).filter(|&key| point.sees(query, key));
     let keys: Vec<usize> = keys.filter(|&key| added(key) != f64::NEG_INFINITY).collect();
     let scores: Vec<f64> = keys.iter().copied().map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -182,20 +182,13 @@ fn packed_points_are_timed_beside_dense_ones() {
         filters: ["bf16/long", "bf16/equal16", "bf16/lognormal8"].map(Into::into).into(),
         ..Sweep::small()
     };
-    let points = sweep.points().unwrap();
-    assert_eq!(points.len(), 12);
-    for layout in [Order::Bshd, Order::Bhsd] {
-        let job = Job {
-            points: points.clone(),
-            iters: 3,
-            layout,
-            seed: 5,
-            draws: 2,
-            ours: vec![],
-            peers: vec![],
-            python_peers: false,
-            ordinal: 0,
-        };
+    // With a bias, too: of each sequence, with rows that it hides and NaN where no pair reads; and one that all sequences share.
+    for (layout, bias) in
+        [(Order::Bshd, "none"), (Order::Bhsd, "none"), (Order::Bshd, "f32:bhq:hidden"), (Order::Bhsd, "bf16:h:hidden")]
+    {
+        let points = Sweep { bias: bias.parse().unwrap(), ..sweep.clone() }.points().unwrap();
+        assert_eq!(points.len(), 12);
+        let job = job_of(points.clone(), layout);
         let (mut told, mut done) = (Vec::new(), 0);
         run(&Cpu, &job, &mut |event| {
             match event {
@@ -209,6 +202,8 @@ fn packed_points_are_timed_beside_dense_ones() {
                         let draws = points[index].direction == Direction::Fwd && !name.ends_with(DENSE);
                         assert_eq!(check.contains_key("draws"), draws, "{name}");
                         assert_eq!(check.contains_key("cross"), name == "naive");
+                        let gradient = bias != "none" && points[index].direction == Direction::Bwd;
+                        assert_eq!(check.contains_key("d_bias"), gradient, "{name}");
                     }
                 }
                 _ => (),
@@ -219,4 +214,38 @@ fn packed_points_are_timed_beside_dense_ones() {
         assert_eq!(told, ["hopper-attention", "naive", "hopper-attention-dense"]);
         assert_eq!(done, 12);
     }
+}
+
+/// Both passes with a bias beside lists of blocks, which hide NaN of the bias.
+#[test]
+fn a_bias_is_timed_beside_lists_of_blocks() {
+    let sweep = Sweep {
+        block_mask: vec![3],
+        directions: Direction::ALL.to_vec(),
+        hidden: 16,
+        dims: vec![8.into()],
+        batch: Some(1),
+        seqlens: vec![300],
+        dtypes: vec![Precision::Bf16],
+        ..Sweep::small()
+    };
+    for bias in ["f32:bhq:hidden", "bf16::hidden"] {
+        let points = Sweep { bias: bias.parse().unwrap(), ..sweep.clone() }.points().unwrap();
+        let mut done = 0;
+        run(&Cpu, &job_of(points.clone(), Order::Bshd), &mut |event| {
+            let Event::Point { index, runs } = event else { return Ok(()) };
+            done += 1;
+            for RawRun { name, status, error, check, .. } in &runs {
+                assert_eq!((status, error), (&RunStatus::Ok, &None), "{}: {name}", points[index]);
+                assert_eq!(check.contains_key("d_bias"), points[index].direction == Direction::Bwd, "{name}");
+            }
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(done, 2);
+    }
+}
+
+fn job_of(points: Vec<Point>, layout: Order) -> Job {
+    Job { points, iters: 3, layout, seed: 5, draws: 2, ours: vec![], peers: vec![], python_peers: false, ordinal: 0 }
 }

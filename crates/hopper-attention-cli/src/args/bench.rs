@@ -140,7 +140,7 @@ pub struct PointArgs {
     ///
     /// As `hattn random --bias` has it, but for NUMBERS of lowest. A backward also computes the gradient of the bias. FLOPs are those
     /// without it. A point of f32:bhq is named bias-f32-bhq. Peers in PyTorch get the numbers rounded to the type of Q. Peers that have
-    /// no bias are named as such. Not with --packed, --block-mask and --dtypes e4m3, and no backward with --softcap.
+    /// no bias are named as such. With --packed it covers the longest sequence. Not with --dtypes e4m3. No backward with --softcap.
     #[arg(long, value_name = "KIND", default_value_t = Bias::NONE)]
     pub bias: Bias,
     /// Time dropout: the probability with which a weight becomes 0, in whole percent, from 0.01 to 0.99

@@ -159,7 +159,7 @@ fn judge(report: &Report) -> Result<()> {
 
 /// `hattn plot`. What can be refused is, before the first chart is written.
 pub fn plot(args: &PlotArgs) -> Result<()> {
-    // A text of few heads has charts alone.
+    // A text has charts alone.
     let report = if few::is_text(&args.report) { None } else { Some(Report::load(&args.report)?) };
     let charts = few::charts_of(&args.report)?;
     let update = |path| Update::new(path, report.as_ref(), &charts, &args.report);
