@@ -14,6 +14,8 @@ use rayon::prelude::*;
 mod flaws;
 #[path = "disassembly/products.rs"]
 mod products;
+#[path = "disassembly/sizes.rs"]
+mod sizes;
 
 use hopper_attention::internal::has_one_tile;
 use hopper_attention::{Arch, DType, KernelInfo, MaskClass, Pass, backward_kernels, kernels};
@@ -512,7 +514,7 @@ fn list(row: &KernelInfo) -> String {
 
 #[test]
 fn every_row_is_compiled_as_planned() {
-    let mut report = String::new();
+    let (mut report, mut plain_kernels) = (String::new(), Vec::new());
     let mut audited = 0;
     for name in ["fwd_sm90", "fp8_sm90", "fwd_sm80", "bwd_sm90", "bwd_sm80"] {
         let rows: Vec<_> = kernels().iter().chain(backward_kernels()).filter(|row| list(row) == name).collect();
@@ -563,17 +565,22 @@ fn every_row_is_compiled_as_planned() {
                 let of = kinds.into_iter().find(|(traits, _)| function.contains(traits)).map_or("", |(_, of)| of);
                 // One warpgroup draws numbers.
                 let threads = row.threads() + if function.contains("DrawingTraits") { 128 } else { 0 };
+                let kind =
+                    [["", ", shared"], [", packed", ""]][usize::from(packed)][usize::from(shares)].to_string() + of;
+                let name = format!("{row}{kind}");
                 let line = format!(
-                    "{row}{}: {} registers, {} instructions, {} matrix instructions",
-                    [["", ", shared"], [", packed", ""]][usize::from(packed)][usize::from(shares)].to_string() + of,
+                    "{name}: {} registers, {} instructions, {} matrix instructions",
                     compiled.resource("REG", MAIN_KERNEL).unwrap_or(0),
                     compiled.instructions().count(),
                     compiled.count("HGMMA") + compiled.count("QGMMA") + compiled.count("HMMA"),
                 );
-                (line, faults_with(row, row.smem_bytes(), (shares, threads), compiled))
+                let is_plain = sizes::is_plain(row) && (of.is_empty() || of == ", rotated");
+                let size = is_plain.then(|| (name, compiled.instructions().count()));
+                (line, size, faults_with(row, row.smem_bytes(), (shares, threads), compiled))
             };
-            for (line, faults) in functions.par_iter().map(audit).collect::<Vec<_>>() {
+            for (line, size, faults) in functions.par_iter().map(audit).collect::<Vec<_>>() {
                 println!("{line}");
+                plain_kernels.extend(size);
                 faults.iter().for_each(|fault| report.extend([&row.to_string(), ": ", fault, "\n"]));
             }
             kernels_of_rows.extend(functions.iter().map(|(function, _)| (source.clone(), function.clone())));
@@ -600,6 +607,7 @@ fn every_row_is_compiled_as_planned() {
     assert_eq!(audited, kernels().len() + backward_kernels().len(), "rows of a list that is not audited");
     assert!(audited > 0, "the launch table is empty");
     assert!(report.is_empty(), "\n{report}");
+    sizes::check(plain_kernels);
 }
 
 /// What is wrong with the quantiser's kernels, which are bit for bit the CPU's: no flag may have touched their arithmetic.
