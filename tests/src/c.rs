@@ -12,6 +12,8 @@ use hopper_attention_capi::*;
 
 use crate::blocks::BlocksImage;
 
+pub mod host;
+
 /// A status and the text that came with it.
 pub type Refusal = (hattn_status, String);
 
@@ -205,6 +207,31 @@ pub fn tensor<const R: usize>(address: u64, element: DType, device: hattn_device
     }
 }
 
+/// A packed tensor in C's words: without its first dimension, which is the batch of size 1.
+pub fn without_batch(tensor: hattn_tensor) -> hattn_tensor {
+    let hattn_tensor { ndim, shape: [batch, shape @ ..], stride: [_, stride @ ..], .. } = tensor;
+    assert!(batch == 1 && ndim > 1, "{tensor:?}");
+    let up = |[a, b, c]: [i64; 3]| [a, b, c, -99];
+    hattn_tensor { ndim: ndim - 1, shape: up(shape), stride: up(stride), ..tensor }
+}
+
+/// The lists with the lengths of sequences: of packed queries and keys, and of used queries and keys.
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct LengthsMemory {
+    pub cu_seqlens: [Option<hattn_tensor>; 2],
+    pub seqused: [Option<hattn_tensor>; 2],
+}
+
+impl LengthsMemory {
+    /// The pointers of a run, in the order of the ABI.
+    fn pointers(&self) -> [*const hattn_tensor; 4] {
+        let [cu_seqlens_q, cu_seqlens_kv] = &self.cu_seqlens;
+        let [seqused_q, seqused_kv] = &self.seqused;
+        [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv].map(|list| address(list.as_ref()))
+    }
+}
+
 /// The tensors and the workspace of a run.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
@@ -393,7 +420,8 @@ impl<P: Pass> Plan<P> {
 
 impl Memory {
     /// The arguments of a run.
-    fn args(&self) -> hattn_forward_args {
+    fn args(&self, lengths: &LengthsMemory) -> hattn_forward_args {
+        let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = lengths.pointers();
         let [mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx] =
             BlocksMemory::pointers(self.blocks.as_ref());
         hattn_forward_args {
@@ -404,6 +432,10 @@ impl Memory {
             v: &raw const self.v,
             o: &raw const self.o,
             lse: address(self.lse.as_ref()),
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            seqused_q,
+            seqused_kv,
             sinks: address(self.sinks.as_ref()),
             alibi_slopes: address(self.alibi_slopes.as_ref()),
             max_logits: address(self.max_logits.as_ref()),
@@ -430,8 +462,25 @@ impl Plan<hattn_forward_problem> {
     /// # Safety
     /// As [`hattn_forward_run`], for what the tensors lead to.
     pub unsafe fn run(&self, memory: &Memory, stream: *mut c_void) -> Result<(), Refusal> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_packed(memory, &LengthsMemory::default(), stream) }
+    }
+
+    /// Runs the plan, of packed sequences or used lengths.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_forward_run`], for what the tensors and the lists lead to.
+    pub unsafe fn run_packed(
+        &self,
+        memory: &Memory,
+        lengths: &LengthsMemory,
+        stream: *mut c_void,
+    ) -> Result<(), Refusal> {
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
-        checked(unsafe { hattn_forward_run(self.0, &memory.args(), stream.cast()) })
+        checked(unsafe { hattn_forward_run(self.0, &memory.args(lengths), stream.cast()) })
     }
 
     /// Runs the plan, of e4m3 operands.
@@ -442,6 +491,24 @@ impl Plan<hattn_forward_problem> {
     /// # Safety
     /// As [`hattn_forward_run`], for what the tensors lead to.
     pub unsafe fn run_fp8(&self, memory: &Memory, fp8: &Fp8Memory, stream: *mut c_void) -> Result<(), Refusal> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_packed_fp8(memory, fp8, &LengthsMemory::default(), stream) }
+    }
+
+    /// Runs the plan, of e4m3 operands with packed sequences or used lengths.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_forward_run`], for what the tensors and the lists lead to.
+    pub unsafe fn run_packed_fp8(
+        &self,
+        memory: &Memory,
+        fp8: &Fp8Memory,
+        lengths: &LengthsMemory,
+        stream: *mut c_void,
+    ) -> Result<(), Refusal> {
         let [descale_q, descale_k, descale_v] = &fp8.descale;
         let args = hattn_forward_args {
             descale_q,
@@ -449,7 +516,7 @@ impl Plan<hattn_forward_problem> {
             descale_v,
             scale_o: address(fp8.scale_o.as_ref()),
             amax: address(fp8.amax.as_ref()),
-            ..memory.args()
+            ..memory.args(lengths)
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_forward_run(self.0, &args, stream.cast()) })
@@ -469,6 +536,24 @@ impl Plan<hattn_quantize_problem> {
     /// # Safety
     /// As [`hattn_quantize_run`], for what the tensors lead to.
     pub unsafe fn run(&self, memory: &QuantizeMemory, stream: *mut c_void) -> Result<(), Refusal> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_packed(memory, &LengthsMemory::default(), stream) }
+    }
+
+    /// Runs the plan, of packed sequences or used lengths.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_quantize_run`], for what the tensors and the lists lead to.
+    pub unsafe fn run_packed(
+        &self,
+        memory: &QuantizeMemory,
+        lengths: &LengthsMemory,
+        stream: *mut c_void,
+    ) -> Result<(), Refusal> {
+        let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = lengths.pointers();
         let tensors = memory.tensors.each_ref().map(|tensor| {
             tensor.as_ref().map(|([values, stored, descale], given)| hattn_quantize_tensor {
                 struct_size: size_of::<hattn_quantize_tensor>() as u32,
@@ -490,10 +575,10 @@ impl Plan<hattn_quantize_problem> {
             counts: address(memory.counts.as_ref()),
             workspace: memory.workspace as *mut c_void,
             workspace_bytes: memory.workspace_bytes,
-            cu_seqlens_q: null(),
-            cu_seqlens_kv: null(),
-            seqused_q: null(),
-            seqused_kv: null(),
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            seqused_q,
+            seqused_kv,
         };
         // SAFETY: a live plan and live structs; the caller's promise for the rest.
         checked(unsafe { hattn_quantize_run(self.0, &args, stream.cast()) })
@@ -509,6 +594,24 @@ impl Plan<hattn_backward_problem> {
     /// # Safety
     /// As [`hattn_backward_run`], for what the tensors lead to.
     pub unsafe fn run(&self, memory: &BackwardMemory, stream: *mut c_void) -> Result<(), Refusal> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_packed(memory, &LengthsMemory::default(), stream) }
+    }
+
+    /// Runs the plan, of packed sequences or used lengths.
+    ///
+    /// # Errors
+    /// What the library refused, or what failed.
+    ///
+    /// # Safety
+    /// As [`hattn_backward_run`], for what the tensors and the lists lead to.
+    pub unsafe fn run_packed(
+        &self,
+        memory: &BackwardMemory,
+        lengths: &LengthsMemory,
+        stream: *mut c_void,
+    ) -> Result<(), Refusal> {
+        let [cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv] = lengths.pointers();
         let [mask_block_cnt, mask_block_idx, mask_bits, full_block_cnt, full_block_idx] =
             BlocksMemory::pointers(memory.blocks.as_ref());
         let args = hattn_backward_args {
@@ -526,10 +629,10 @@ impl Plan<hattn_backward_problem> {
             d_v: &raw const memory.d_v,
             workspace: memory.workspace as *mut c_void,
             workspace_bytes: memory.workspace_bytes,
-            cu_seqlens_q: null(),
-            cu_seqlens_kv: null(),
-            seqused_q: null(),
-            seqused_kv: null(),
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            seqused_q,
+            seqused_kv,
             sinks: address(memory.sinks.as_ref().map(|[sinks, _]| sinks)),
             d_sinks: address(memory.sinks.as_ref().map(|[_, d_sinks]| d_sinks)),
             alibi_slopes: address(memory.alibi_slopes.as_ref()),

@@ -5,75 +5,17 @@ use std::sync::Barrier;
 
 use hopper_attention::{Corner, DType, Device, Dims, ForwardProblem, Layout, Mask, Stream, Workspace, bf16, f16};
 use hopper_attention_capi::*;
-use hopper_attention_tests::alibi::{self, AlibiImage};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::bias::{self, BiasImage};
-use hopper_attention_tests::blocks::{self, BlocksImage};
+use hopper_attention_tests::c::host::{backward_memory, bits, blocks_input, memory};
 use hopper_attention_tests::c::{
     BackwardMemory, BlocksMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor,
 };
-use hopper_attention_tests::data::{Image, Poison};
-use hopper_attention_tests::dropout;
+use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::problems::{Case, Grid, Tiles, cases, wide};
-use hopper_attention_tests::runner::{Outputs, Prepared, Ready};
-use hopper_attention_tests::sinks::{self, SinksImage};
-use hopper_attention_tests::softcap;
+use hopper_attention_tests::runner::{Prepared, Ready};
+use hopper_attention_tests::{alibi, blocks, dropout, sinks, softcap};
 use rayon::prelude::*;
-
-fn input<T: Poison, const R: usize>(image: &Image<T, R>, dtype: DType) -> hattn_tensor {
-    tensor(image.inner().as_ptr() as u64, dtype, HATTN_CPU, image.layout())
-}
-
-fn output<T: Poison, const R: usize>(image: &mut Image<T, R>, dtype: DType) -> hattn_tensor {
-    let layout = image.layout();
-    tensor(image.inner_mut().as_mut_ptr() as u64, dtype, HATTN_CPU, layout)
-}
-
-fn memory<T: Poison>(prepared: &Prepared<T>, outputs: &mut Outputs<T>) -> Memory {
-    Memory {
-        q: input(&prepared.q, T::DTYPE),
-        k: input(&prepared.k, T::DTYPE),
-        v: input(&prepared.v, T::DTYPE),
-        o: output(&mut outputs.o, T::DTYPE),
-        lse: outputs.lse.as_mut().map(|lse| output(lse, DType::F32)),
-        sinks: prepared.sinks.as_ref().map(sinks_input),
-        alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
-        max_logits: outputs.max_logits.as_mut().map(|logits| output(logits, DType::F32)),
-        bias: prepared.bias.as_ref().map(bias_input),
-        blocks: prepared.blocks.as_ref().map(blocks_input),
-        dropout_state: prepared.dropout_state.as_ref().map(state_input),
-        workspace: 0,
-        workspace_bytes: 0,
-    }
-}
-
-fn bias_input(bias: &BiasImage) -> hattn_tensor {
-    tensor(bias.address() as u64, bias.dtype(), HATTN_CPU, bias.layout())
-}
-
-/// Slopes that all batches share are one-dimensional.
-fn slopes_input(slopes: &AlibiImage) -> hattn_tensor {
-    let (layout, address) = (slopes.image().layout(), slopes.image().inner().as_ptr() as u64);
-    match slopes.is_per_batch() {
-        true => tensor(address, DType::F32, HATTN_CPU, layout),
-        false => tensor(address, DType::F32, HATTN_CPU, Layout::contiguous([layout.shape()[1]]).unwrap()),
-    }
-}
-
-fn blocks_input(lists: &BlocksImage) -> BlocksMemory {
-    BlocksMemory::new(lists, HATTN_CPU, |slot| lists.inner(slot).as_ptr() as u64)
-}
-
-fn state_input(state: &[i32; 4]) -> hattn_tensor {
-    tensor(state.as_ptr() as u64, DType::I32, HATTN_CPU, Layout::contiguous([4]).unwrap())
-}
-
-fn sinks_input(sinks: &SinksImage) -> hattn_tensor {
-    match sinks {
-        SinksImage::F32(image) => input(image, DType::F32),
-        SinksImage::Bf16(image) => input(image, DType::BF16),
-    }
-}
 
 /// A run through C gives what the safe crate gives, bit for bit, gaps and guard bands included. What the safe crate gives for
 /// these lists of cases is judged by the tests `cpu` and `cpu_more`.
@@ -91,10 +33,6 @@ fn same_results<T: Poison>(case: &Case) {
     let [got, want] = [&through_c, &safe].map(|outputs| outputs.max_logits.as_ref().map(bits));
     assert!(got == want, "{} {case}: max_logits differ", T::DTYPE);
     through_c.check_written().unwrap_or_else(|why| panic!("{} {case}: {why}", T::DTYPE));
-}
-
-fn bits<T: Poison, const R: usize>(image: &Image<T, R>) -> Vec<u32> {
-    image.data().iter().map(|x| x.bits()).collect()
 }
 
 /// Both passes of these cases, in types that the list of cases has.
@@ -119,34 +57,6 @@ fn results_through_c_are_the_safe_crates() {
         1 => same_results::<f16>(case),
         _ => same_results::<f32>(case),
     });
-}
-
-fn backward_memory<T: Poison>(prepared: &backward::Prepared<T>, outputs: &mut backward::Outputs<T>) -> BackwardMemory {
-    BackwardMemory {
-        q: input(&prepared.q, T::DTYPE),
-        k: input(&prepared.k, T::DTYPE),
-        v: input(&prepared.v, T::DTYPE),
-        o: input(&prepared.o, T::DTYPE),
-        lse: input(&prepared.lse, DType::F32),
-        d_o: input(&prepared.d_o, T::DTYPE),
-        d_lse: prepared.d_lse.as_ref().map(|d_lse| input(d_lse, DType::F32)),
-        d_q: output(&mut outputs.d_q, T::DTYPE),
-        d_k: output(&mut outputs.d_k, T::DTYPE),
-        d_v: output(&mut outputs.d_v, T::DTYPE),
-        sinks: prepared.sinks.as_ref().zip(outputs.d_sinks.as_mut()).map(|(sinks, d_sinks)| {
-            let layout = d_sinks.layout();
-            [sinks_input(sinks), tensor(d_sinks.inner_mut().as_mut_ptr() as u64, DType::F32, HATTN_CPU, layout)]
-        }),
-        alibi_slopes: prepared.alibi.as_ref().map(slopes_input),
-        bias: prepared.bias.as_ref().zip(outputs.d_bias.as_mut()).map(|(bias, d_bias)| {
-            let (dtype, layout) = (d_bias.dtype(), d_bias.layout());
-            [bias_input(bias), tensor(d_bias.address_mut() as u64, dtype, HATTN_CPU, layout)]
-        }),
-        blocks: prepared.blocks.as_ref().map(blocks_input),
-        dropout_state: prepared.dropout_state.as_ref().map(state_input),
-        workspace: 0,
-        workspace_bytes: 0,
-    }
 }
 
 #[test]

@@ -1,9 +1,12 @@
 // hopper_attention_dlpack.hpp: what comes in is what was meant or is refused by name, what goes out comes back.
+#include <algorithm>
 #include <hopper_attention_dlpack.hpp>
+#include <iterator>
+#include <utility>
 #include <vector>
 
 #include "check.h"
-#include "reference.h"
+#include "reference_packed.h"
 
 using hattn::ConstTensorView;
 using hattn::Device;
@@ -100,7 +103,8 @@ void element_types_are_told_apart() {
   } known[] = {{{kDLFloat, 16, 1}, DType::F16},
                {{kDLBfloat, 16, 1}, DType::BF16},
                {{kDLFloat, 32, 1}, DType::F32},
-               {{kDLFloat8_e4m3fn, 8, 1}, DType::E4M3}};
+               {{kDLFloat8_e4m3fn, 8, 1}, DType::E4M3},
+               {{kDLInt, 32, 1}, DType::I32}};
   Made made;
   for (const auto& each : known) {
     made.tensor.dtype = each.type;
@@ -108,7 +112,8 @@ void element_types_are_told_apart() {
   }
   const DLDataType refused[] = {{kDLFloat, 64, 1},          {kDLFloat, 32, 4},      {kDLInt, 64, 1},
                                 {kDLBfloat, 32, 1},         {kDLFloat8_e4m3, 8, 1}, {kDLUInt, 16, 1},
-                                {kDLFloat8_e4m3fnuz, 8, 1}, {kDLFloat, 16, 0},      {kDLFloat8_e5m2, 8, 1}};
+                                {kDLFloat8_e4m3fnuz, 8, 1}, {kDLFloat, 16, 0},      {kDLFloat8_e5m2, 8, 1},
+                                {kDLUInt, 32, 1},           {kDLInt, 32, 2},        {kDLInt, 16, 1}};
   for (const DLDataType& type : refused) {
     made.tensor.dtype = type;
     CHECK(import(made.tensor) == Status::Dtype);
@@ -207,7 +212,7 @@ bool same(const View& a, const ConstTensorView& b) {
 
 void what_is_borrowed_comes_back() {
   std::uint16_t memory[64] = {};
-  for (const DType dtype : {DType::F16, DType::BF16, DType::F32, DType::E4M3}) {
+  for (const DType dtype : {DType::F16, DType::BF16, DType::F32, DType::E4M3, DType::I32}) {
     for (const Device device : {Device::cpu(), Device::cuda(0), Device::cuda(3)}) {
       const TensorView view = TensorView::strided(memory, dtype, device, {2, 2, 3, 4}, {0, 4, 8, 1});
       CHECK(same(hattn::dlpack_input(hattn::dlpack_borrow(view), "view"), view));
@@ -215,6 +220,11 @@ void what_is_borrowed_comes_back() {
       const DLTensor out = hattn::dlpack_borrow(lse);
       CHECK(out.shape == lse.c_tensor().shape && out.ndim == 3 && out.byte_offset == 0);
       CHECK(same(hattn::dlpack_input(out, "lse"), lse));
+      // Of packed sequences, and a list of their lengths.
+      const TensorView packed = TensorView::strided(memory, dtype, device, {5, 3, 4}, {4, 20, 1});
+      CHECK(same(hattn::dlpack_output(hattn::dlpack_borrow(packed), "packed"), packed));
+      const ConstTensorView list = ConstTensorView::contiguous(memory, dtype, device, hattn::Extents(7));
+      CHECK(same(hattn::dlpack_input(hattn::dlpack_borrow(list), "list"), list));
     }
   }
 }
@@ -272,6 +282,95 @@ void attention_of_dlpack_tensors() {
   CHECK(reference_distance(&problem.c_problem(), &c) < 1e-6);
 }
 
+// A list of offsets or of lengths, as a framework makes one.
+struct List {
+  std::vector<std::int32_t> numbers;
+  std::int64_t shape[1], strides[1] = {1};
+  DLTensor tensor{};
+
+  explicit List(std::vector<std::int32_t> of)
+      : numbers(std::move(of)), shape{static_cast<std::int64_t>(numbers.size())} {
+    tensor.data = numbers.data();
+    tensor.device.device_type = kDLCPU;
+    tensor.ndim = 1;
+    tensor.dtype = {kDLInt, 32, 1};
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+  List(const List&) = delete;
+  List& operator=(const List&) = delete;
+};
+
+// A tensor of a rank below 4, dense.
+void reshape(Made& made, std::vector<std::int64_t> sizes) {
+  made.tensor.ndim = static_cast<std::int32_t>(sizes.size());
+  made.tensor.strides = nullptr;
+  std::copy(sizes.begin(), sizes.end(), made.shape);
+}
+
+// Packed queries beside dense keys with used lengths, both passes: all tensors and lists come from DLPack.
+void packed_attention_of_dlpack_tensors() {
+  const auto problem = hattn::ForwardProblem(DType::F32)
+                           .batch(2)
+                           .seqlens(6, 3)
+                           .heads(4, 2)
+                           .head_dims(5, 5)
+                           .lse(true)
+                           .packed(true, false)
+                           .used(false, true);
+  Made q, k, v, o, lse, d_o, d_q, d_k, d_v;
+  for (Made* made : {&q, &o, &d_o, &d_q}) reshape(*made, {6, 4, 5});
+  for (Made* made : {&k, &v, &d_k, &d_v}) reshape(*made, {2, 3, 2, 5});
+  reshape(lse, {4, 6});
+  List offsets({1, 3, 6}), used({3, 2});
+  reference_fill(q.data, 120, 1), reference_fill(k.data, 60, 2), reference_fill(v.data, 60, 3);
+  reference_fill(d_o.data, 120, 4);
+  for (Made* made : {&o, &d_q, &d_k, &d_v}) std::fill(std::begin(made->data), std::end(made->data), -7.0F);
+  const auto in = [](const Made& made, const char* name) { return hattn::dlpack_input(made.tensor, name); };
+  const auto out = [](const Made& made, const char* name) { return hattn::dlpack_output(made.tensor, name); };
+
+  hattn::ForwardArgs args;
+  args.q = in(q, "q"), args.k = in(k, "k"), args.v = in(v, "v"), args.o = out(o, "o"), args.lse = out(lse, "lse");
+  // A read-only list, and one without strides.
+  args.cu_seqlens_q = hattn::dlpack_input(managed(offsets.tensor, DLPACK_FLAG_BITMASK_READ_ONLY), "cu_seqlens_q");
+  used.tensor.strides = nullptr;
+  args.seqused_kv = hattn::dlpack_input(used.tensor, "seqused_kv");
+  CHECK(args.cu_seqlens_q->dtype() == DType::I32 && args.cu_seqlens_q->ndim() == 1);
+  CHECK(args.cu_seqlens_q->shape(0) == 3 && args.seqused_kv->data() == used.numbers.data());
+  CHECK(args.q.ndim() == 3 && args.q.stride(0) == 20 && args.lse->ndim() == 2);
+  hattn::ForwardPlan(problem, Device::cpu()).run(args, nullptr);
+  auto c = hattn::detail::tagged<hattn_forward_args>();
+  c.q = &args.q.c_tensor(), c.k = &args.k.c_tensor(), c.v = &args.v.c_tensor(), c.o = &args.o.c_tensor();
+  c.lse = &args.lse->c_tensor();
+  c.cu_seqlens_q = &args.cu_seqlens_q->c_tensor(), c.seqused_kv = &args.seqused_kv->c_tensor();
+  CHECK(reference_packed_distance(&problem.c_problem(), &c) < 1e-6);
+  // The row before the first sequence.
+  for (int i = 0; i < 20; ++i) CHECK(o.data[i] == -7.0F);
+
+  hattn::BackwardArgs back;
+  back.q = args.q, back.k = args.k, back.v = args.v, back.o = args.o, back.lse = *args.lse;
+  back.d_o = in(d_o, "d_o"), back.d_q = out(d_q, "d_q"), back.d_k = out(d_k, "d_k"), back.d_v = out(d_v, "d_v");
+  back.cu_seqlens_q = args.cu_seqlens_q, back.seqused_kv = args.seqused_kv;
+  hattn::BackwardPlan(hattn::BackwardProblem(problem), Device::cpu()).run(back, nullptr);
+  auto b = hattn::detail::tagged<hattn_backward_args>();
+  b.q = &back.q.c_tensor(), b.k = &back.k.c_tensor(), b.v = &back.v.c_tensor(), b.o = &back.o.c_tensor();
+  b.lse = &back.lse.c_tensor(), b.d_o = &back.d_o.c_tensor(), b.d_q = &back.d_q.c_tensor();
+  b.d_k = &back.d_k.c_tensor(), b.d_v = &back.d_v.c_tensor();
+  b.cu_seqlens_q = c.cu_seqlens_q, b.seqused_kv = c.seqused_kv;
+  CHECK(reference_packed_gradient_distance(&problem.c_problem(), &b) < 1e-5);
+  // The last key of the second sequence is not used.
+  for (int i = 50; i < 60; ++i) CHECK(d_k.data[i] == -7.0F && d_v.data[i] == -7.0F);
+
+  // A framework's 64-bit lengths are refused where they come in, and other types where they are used.
+  offsets.tensor.dtype.bits = 64;
+  CHECK(import(offsets.tensor) == Status::Dtype);
+  CHECK_TEXT(hattn::last_error(), "o: DLPack dtype code 0, bits 64, lanes 1; allowed: one lane of float16 (2, 16)");
+  offsets.tensor.dtype = {kDLFloat, 32, 1};
+  args.cu_seqlens_q = hattn::dlpack_input(offsets.tensor, "cu_seqlens_q");
+  CHECK(hattn::ForwardPlan(problem, Device::cpu()).try_run(args, nullptr) == Status::Dtype);
+  CHECK_TEXT(hattn::last_error(), "cu_seqlens_q: dtype f32; allowed: i32");
+}
+
 }  // namespace
 
 int main() {
@@ -289,5 +388,6 @@ int main() {
   RUN("dlpack", what_is_borrowed_comes_back);
   RUN("dlpack", what_is_shared_lives_until_its_deleter_is_called);
   RUN("dlpack", attention_of_dlpack_tensors);
+  RUN("dlpack", packed_attention_of_dlpack_tensors);
   return check_result();
 }

@@ -516,6 +516,73 @@ static void a_batch_of_0_is_legal(void) {
   PASS(plan_destroy)(made);
 }
 
+/* Makes a tensor of queries one of packed sequences, of the same elements. */
+static void pack(const operand* op) {
+  hattn_tensor* const t = op->tensor;
+  const int64_t* const of = op->shape;
+  t->ndim = op->rank - 1;
+  if (op->rank == 4) {
+    t->shape[0] = of[0] * of[1], t->shape[1] = of[2], t->shape[2] = of[3];
+    t->stride[0] = of[2] * of[3], t->stride[1] = of[3], t->stride[2] = 1;
+  } else {
+    t->shape[0] = of[1], t->shape[1] = of[0] * of[2];
+    t->stride[0] = of[0] * of[2], t->stride[1] = 1;
+  }
+}
+
+static hattn_tensor list_of(int32_t* numbers, int64_t count) {
+  hattn_tensor made = tensor(NULL, count, 1, 1, 1);
+  made.data = numbers;
+  made.dtype = HATTN_I32;
+  made.ndim = 1;
+  return made;
+}
+
+/* Offsets and used lengths may be any numbers: the CPU computes the legal ones, refuses the others and crashes on none.
+ */
+static void any_numbers_in_lists_are_taken_or_refused(void) {
+  enum {
+    NUMBERS = 8,
+    OF_OFFSETS = NUMBERS * NUMBERS * NUMBERS,
+    OF_USED = NUMBERS * NUMBERS,
+    TOTAL_Q = BATCH * SEQLEN_Q
+  };
+  static const int32_t numbers[NUMBERS] = {INT32_MIN, -1, 0, 1, SEQLEN_KV, TOTAL_Q, TOTAL_Q + 1, INT32_MAX};
+  PASS(plan)* made = NULL;
+  const operand* op;
+  int i, taken = 0;
+  problem.cu_seqlens_q = problem.seqused_kv = 1, problem.seqlen_q = TOTAL_Q;
+  CHECK(PASS(plan_create)(&problem, HATTN_CPU, &made) == HATTN_OK);
+  for (i = 0; i < OF_OFFSETS + OF_USED; ++i) {
+    int32_t offsets[BATCH + 1] = {0, 1, TOTAL_Q}, used[BATCH] = {SEQLEN_KV, 0};
+    const hattn_tensor of_offsets = list_of(offsets, BATCH + 1), of_used = list_of(used, BATCH);
+    const int32_t a = numbers[i % NUMBERS], b = numbers[i / NUMBERS % NUMBERS], c = numbers[i / OF_USED % NUMBERS];
+    const int is_of_offsets = i < OF_OFFSETS;
+    const int is_right = is_of_offsets ? a >= 0 && b >= a && c >= b && c <= TOTAL_Q
+                                       : a >= 0 && a <= SEQLEN_KV && b >= 0 && b <= SEQLEN_KV;
+    hattn_status status;
+    if (is_of_offsets) {
+      offsets[0] = a, offsets[1] = b, offsets[2] = c;
+    } else {
+      used[0] = a, used[1] = b;
+    }
+    reset();
+    for (op = operands; op < operands + OPERANDS; ++op) {
+      if (!op->of_keys) pack(op);
+    }
+    args.cu_seqlens_q = &of_offsets, args.seqused_kv = &of_used;
+    status = PASS(run)(made, &args, NULL);
+    CHECK_STATUS(status, is_right ? HATTN_OK : HATTN_ERROR_VALUE, is_of_offsets ? "cu_seqlens_q" : "seqused_kv");
+    taken += status == HATTN_OK;
+    if (is_right) continue;
+    SAYS(is_of_offsets ? "cu_seqlens_q" : "seqused_kv", " at ", "; allowed: ");
+    CHECK(poisoned());
+  }
+  /* Of four numbers, those that do not decrease; and of three. */
+  CHECK(taken == 20 + 9);
+  PASS(plan_destroy)(made);
+}
+
 /* A test that forgot to fill something in would otherwise go unnoticed by the next one. */
 #define FRESH(test)   \
   do {                \
@@ -551,6 +618,7 @@ static int run_what_passes_share(void) {
   FRESH(a_plan_describes_itself_into_any_room);
   FRESH(what_has_no_elements_needs_no_memory);
   FRESH(a_batch_of_0_is_legal);
+  FRESH(any_numbers_in_lists_are_taken_or_refused);
   return 1;
 }
 

@@ -22,6 +22,7 @@
 
 #include "check.h"
 #include "fuzz_lists.h"
+#include "fuzz_packed.h"
 
 enum { PASSES = 3, HANG_SECONDS = 120, STATUSES = 32 };
 typedef enum pass { FORWARD, BACKWARD, QUANTIZE } pass;
@@ -30,6 +31,7 @@ typedef enum pass { FORWARD, BACKWARD, QUANTIZE } pass;
 typedef struct report {
   volatile uint64_t number; /* of the call that is being made */
   uint64_t calls, computed[PASSES], refused[PASSES], statuses[STATUSES];
+  uint64_t of_lengths[PASSES]; /* computed, with packed sequences or used lengths */
   int failed_line;
   char failed[256], last_error[512];
 } report;
@@ -75,19 +77,44 @@ static hattn_quantize_args* quantize_args;
     }                                                                                                     \
   } while (0)
 
-#define Q_SHAPE(p) (p)->batch, (p)->seqlen_q, (p)->heads_q, (p)->head_dim_qk
-#define K_SHAPE(p) (p)->batch, (p)->seqlen_kv, (p)->heads_kv, (p)->head_dim_qk
-#define V_SHAPE(p) (p)->batch, (p)->seqlen_kv, (p)->heads_kv, (p)->head_dim_vo
-#define O_SHAPE(p) (p)->batch, (p)->seqlen_q, (p)->heads_q, (p)->head_dim_vo
-#define LSE_SHAPE(p) (p)->batch, (p)->heads_q, (p)->seqlen_q, 0
+/* Packed sequences and used lengths of a problem. (Too many heads have none: packed tensors of no sequence have rows.)
+ */
+#define SET_LENGTHS(p, is_long)                                                                  \
+  do {                                                                                           \
+    if ((p).heads_q < 100 && one_in(3)) {                                                        \
+      if ((p).batch > 0 && !(is_long)) (p).batch = 1 + below(MOST_SEQUENCES);                    \
+      draw_side(REFERENCE_Q, (p).batch, &(p).seqlen_q, is_long);                                 \
+      draw_side(REFERENCE_KV, (p).batch, &(p).seqlen_kv, is_long);                               \
+      (p).cu_seqlens_q = sides[0].is_packed, (p).cu_seqlens_kv = sides[1].is_packed;             \
+      (p).seqused_q = sides[0].has_used, (p).seqused_kv = sides[1].has_used;                     \
+      (p).max_seqlen_q = sides[0].hint, (p).max_seqlen_kv = sides[1].hint;                       \
+      (p).fill_gaps = has_lengths() && one_in(2);                                                \
+      if ((p).bias != 0 && sides[0].is_packed && one_in(2)) (p).bias_queries = sides[0].longest; \
+      if ((p).bias != 0 && sides[1].is_packed && one_in(2)) (p).bias_keys = sides[1].longest;    \
+    }                                                                                            \
+  } while (0)
+#define ADD_LENGTHS(p, a)                                                              \
+  do {                                                                                 \
+    add_side(REFERENCE_Q, (p)->batch), add_side(REFERENCE_KV, (p)->batch);             \
+    (a)->cu_seqlens_q = sides[0].cu_seqlens, (a)->cu_seqlens_kv = sides[1].cu_seqlens; \
+    (a)->seqused_q = sides[0].seqused, (a)->seqused_kv = sides[1].seqused;             \
+  } while (0)
 
-static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
+#define Q_ROWS(p) (p)->cu_seqlens_q, (p)->batch, (p)->seqlen_q, (p)->heads_q
+#define KV_ROWS(p) (p)->cu_seqlens_kv, (p)->batch, (p)->seqlen_kv, (p)->heads_kv
+#define LSE_ROWS(p) (p)->cu_seqlens_q, (p)->batch, (p)->heads_q, (p)->seqlen_q
+/* For how many queries and keys a bias has numbers. */
+#define COVERED(p) \
+  ((p)->bias_queries != 0 ? (p)->bias_queries : (p)->seqlen_q), ((p)->bias_keys != 0 ? (p)->bias_keys : (p)->seqlen_kv)
+
+static hattn_tensor* add_factors(use of, int is_packed, int64_t seqlen, int64_t heads) {
   switch (forward->scaling) {
     case HATTN_PER_TENSOR:
       return add_tensor(of, HATTN_F32, 3, 1, 1, 1, 0);
     case HATTN_PER_HEAD:
       return add_tensor(of, HATTN_F32, 3, forward->batch, forward->heads_kv, 1, 0);
     default:
+      if (is_packed) return add_tensor(of, HATTN_F32, 2, heads, (seqlen + 127 * forward->batch) / 128, 0, 0);
       return add_tensor(of, HATTN_F32, 3, forward->batch, heads, (seqlen + 127) / 128, 0);
   }
 }
@@ -107,15 +134,15 @@ static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
     }                                                                                                      \
     if (one_in(3)) (p).dropout = one_in(2) ? 0.1F : 0.5F;                                                  \
   } while (0)
-#define ADD_LISTS(p, a)                                                                                       \
-  do {                                                                                                        \
-    const lists added = add_lists((p)->block_mask, (p)->block_mask_most_partial, (p)->batch, (p)->heads_q,    \
-                                  (p)->seqlen_q, (p)->seqlen_kv);                                             \
-    (a)->bias = add_bias((p)->bias, (p)->bias_dims, (p)->batch, (p)->heads_q, (p)->seqlen_q, (p)->seqlen_kv); \
-    (a)->dropout_state = add_state((p)->dropout);                                                             \
-    (a)->alibi_slopes = add_slopes((p)->alibi, (p)->batch, (p)->heads_q);                                     \
-    (a)->mask_block_cnt = added.counts, (a)->mask_block_idx = added.indices, (a)->mask_bits = added.bits;     \
-    (a)->full_block_cnt = added.full_counts, (a)->full_block_idx = added.full_indices;                        \
+#define ADD_LISTS(p, a)                                                                                    \
+  do {                                                                                                     \
+    const lists added = add_lists((p)->block_mask, (p)->block_mask_most_partial, (p)->batch, (p)->heads_q, \
+                                  (p)->seqlen_q, (p)->seqlen_kv);                                          \
+    (a)->bias = add_bias((p)->bias, (p)->bias_dims, (p)->batch, (p)->heads_q, COVERED(p));                 \
+    (a)->dropout_state = add_state((p)->dropout);                                                          \
+    (a)->alibi_slopes = add_slopes((p)->alibi, (p)->batch, (p)->heads_q);                                  \
+    (a)->mask_block_cnt = added.counts, (a)->mask_block_idx = added.indices, (a)->mask_bits = added.bits;  \
+    (a)->full_block_cnt = added.full_counts, (a)->full_block_idx = added.full_indices;                     \
   } while (0)
 #define USE_LISTS(a)                                                                                       \
   do {                                                                                                     \
@@ -128,12 +155,14 @@ static hattn_tensor* add_factors(use of, int64_t seqlen, int64_t heads) {
 static void make_forward_problem(hattn_dtype dtype) {
   hattn_forward_problem p = HATTN_FORWARD_PROBLEM_INIT;
   const int has_lists = dtype != HATTN_E4M3 && one_in(3);
-  SET_NUMBERS(p, has_lists ? one_in(4) : dtype == HATTN_E4M3 && one_in(16));
+  const int is_long = has_lists ? one_in(4) : dtype == HATTN_E4M3 && one_in(16);
+  SET_NUMBERS(p, is_long);
   p.dtype = dtype;
   p.lse = (int32_t)below(2);
   p.softcap = one_in(3) ? 1.5F : 0.0F;
   if (dtype != HATTN_E4M3) p.max_logits = p.heads_q < 100 && one_in(3);
   if (dtype != HATTN_E4M3) SET_LISTS(p, has_lists);
+  if (p.block_mask == 0) SET_LENGTHS(p, is_long);
   if (dtype == HATTN_E4M3) {
     static const hattn_dtype outputs[] = {0, HATTN_F16, HATTN_BF16, HATTN_E4M3};
     p.output = outputs[below(4)];
@@ -149,20 +178,23 @@ static void make_forward(void) {
   make_forward_problem((hattn_dtype)(1 + below(4)));
   dtype = forward->dtype;
   output = dtype != HATTN_E4M3 ? dtype : forward->output == 0 ? HATTN_BF16 : forward->output;
-  a.q = add_tensor(READ, dtype, 4, Q_SHAPE(forward));
-  a.k = add_tensor(READ, dtype, 4, K_SHAPE(forward));
-  a.v = add_tensor(READ, dtype, 4, V_SHAPE(forward));
-  a.o = add_tensor(WRITTEN, output, 4, O_SHAPE(forward));
-  if (forward->lse) a.lse = add_tensor(WRITTEN, HATTN_F32, 3, LSE_SHAPE(forward));
+  a.q = add_rows(READ, dtype, Q_ROWS(forward), forward->head_dim_qk);
+  a.k = add_rows(READ, dtype, KV_ROWS(forward), forward->head_dim_qk);
+  a.v = add_rows(READ, dtype, KV_ROWS(forward), forward->head_dim_vo);
+  a.o = add_rows(WRITTEN, output, Q_ROWS(forward), forward->head_dim_vo);
+  if (forward->lse) a.lse = add_row_values(WRITTEN, LSE_ROWS(forward));
   if (forward->max_logits) a.max_logits = add_tensor(WRITTEN, HATTN_F32, 1, forward->heads_q, 0, 0, 0);
   if (dtype == HATTN_E4M3) {
-    a.descale_q = add_factors(FACTOR, forward->seqlen_q, forward->heads_q);
-    a.descale_k = add_factors(FACTOR, forward->seqlen_kv, forward->heads_kv);
-    a.descale_v = add_factors(FACTOR, forward->seqlen_kv, forward->heads_kv);
+    a.descale_q = add_factors(FACTOR, forward->cu_seqlens_q, forward->seqlen_q, forward->heads_q);
+    a.descale_k = add_factors(FACTOR, forward->cu_seqlens_kv, forward->seqlen_kv, forward->heads_kv);
+    a.descale_v = add_factors(FACTOR, forward->cu_seqlens_kv, forward->seqlen_kv, forward->heads_kv);
     if (output == HATTN_E4M3) a.scale_o = add_tensor(FACTOR, HATTN_F32, 1, 1, 0, 0, 0);
     if (forward->amax) a.amax = add_tensor(WRITTEN, HATTN_F32, 1, 1, 0, 0, 0);
   }
   ADD_LISTS(forward, &a);
+  ADD_LENGTHS(forward, &a);
+  hide_gaps(forward, a.q, REFERENCE_Q, 1);
+  hide_gaps(forward, a.k, REFERENCE_KV, 1), hide_gaps(forward, a.v, REFERENCE_KV, 1);
   forward_args = ENTER(hattn_forward_args, a);
 }
 
@@ -176,6 +208,10 @@ static hattn_forward_problem forward_of(const hattn_backward_problem* p) {
   of.softcap = p->softcap, of.alibi = p->alibi;
   of.bias = p->bias, of.bias_dims = p->bias_dims, of.dropout = p->dropout;
   of.block_mask = p->block_mask, of.block_mask_most_partial = p->block_mask_most_partial;
+  of.cu_seqlens_q = p->cu_seqlens_q, of.cu_seqlens_kv = p->cu_seqlens_kv, of.fill_gaps = p->fill_gaps;
+  of.seqused_q = p->seqused_q, of.seqused_kv = p->seqused_kv;
+  of.max_seqlen_q = p->max_seqlen_q, of.max_seqlen_kv = p->max_seqlen_kv;
+  of.bias_queries = p->bias_queries, of.bias_keys = p->bias_keys;
   return of;
 }
 
@@ -190,30 +226,38 @@ static void make_backward(void) {
   p.d_lse = (int32_t)below(2), p.deterministic = (int32_t)below(2);
   p.softcap = one_in(3) ? 1.5F : 0.0F;
   SET_LISTS(p, one_in(3));
+  if (p.block_mask == 0) SET_LENGTHS(p, 0);
   p.d_bias = p.bias != 0 && one_in(2);
   backward = ENTER(hattn_backward_problem, p);
-  a.q = add_tensor(READ, p.dtype, 4, Q_SHAPE(&p));
-  a.k = add_tensor(READ, p.dtype, 4, K_SHAPE(&p));
-  a.v = add_tensor(READ, p.dtype, 4, V_SHAPE(&p));
-  a.o = add_tensor(RESULT, p.dtype, 4, O_SHAPE(&p));
-  a.lse = add_tensor(RESULT, HATTN_F32, 3, LSE_SHAPE(&p));
-  a.d_o = add_tensor(READ, p.dtype, 4, O_SHAPE(&p));
-  if (p.d_lse) a.d_lse = add_tensor(READ, HATTN_F32, 3, LSE_SHAPE(&p));
-  a.d_q = add_tensor(WRITTEN, p.dtype, 4, Q_SHAPE(&p));
-  a.d_k = add_tensor(WRITTEN, p.dtype, 4, K_SHAPE(&p));
-  a.d_v = add_tensor(WRITTEN, p.dtype, 4, V_SHAPE(&p));
+  of = forward_of(&p);
+  a.q = add_rows(READ, p.dtype, Q_ROWS(&p), p.head_dim_qk);
+  a.k = add_rows(READ, p.dtype, KV_ROWS(&p), p.head_dim_qk);
+  a.v = add_rows(READ, p.dtype, KV_ROWS(&p), p.head_dim_vo);
+  a.o = add_rows(RESULT, p.dtype, Q_ROWS(&p), p.head_dim_vo);
+  a.lse = add_row_values(RESULT, LSE_ROWS(&p));
+  a.d_o = add_rows(READ, p.dtype, Q_ROWS(&p), p.head_dim_vo);
+  if (p.d_lse) a.d_lse = add_row_values(READ, LSE_ROWS(&p));
+  a.d_q = add_rows(WRITTEN, p.dtype, Q_ROWS(&p), p.head_dim_qk);
+  a.d_k = add_rows(WRITTEN, p.dtype, KV_ROWS(&p), p.head_dim_qk);
+  a.d_v = add_rows(WRITTEN, p.dtype, KV_ROWS(&p), p.head_dim_vo);
   ADD_LISTS(&p, &a);
   if (p.d_bias) {
-    a.dbias = add_bias_tensor(WRITTEN, p.bias, p.bias_dims, p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv);
+    a.dbias = add_bias_tensor(WRITTEN, p.bias, p.bias_dims, p.batch, p.heads_q, COVERED(&p));
   }
+  ADD_LENGTHS(&p, &a);
+  hide_gaps(&of, a.q, REFERENCE_Q, 1);
+  hide_gaps(&of, a.k, REFERENCE_KV, 1), hide_gaps(&of, a.v, REFERENCE_KV, 1);
+  hide_gaps(&of, a.d_o, REFERENCE_Q, 1), hide_gaps(&of, a.d_lse, REFERENCE_Q, 2);
+  hide_gaps(&of, a.o, REFERENCE_Q, 1), hide_gaps(&of, a.lse, REFERENCE_Q, 2);
   backward_args = ENTER(hattn_backward_args, a);
   /* What the forward pass gives. */
-  of = forward_of(&p);
   of_args.q = a.q, of_args.k = a.k, of_args.v = a.v, of_args.o = a.o, of_args.lse = a.lse;
   of_args.bias = a.bias, of_args.dropout_state = a.dropout_state;
   of_args.alibi_slopes = a.alibi_slopes, of_args.mask_block_cnt = a.mask_block_cnt;
   of_args.mask_block_idx = a.mask_block_idx, of_args.mask_bits = a.mask_bits;
   of_args.full_block_cnt = a.full_block_cnt, of_args.full_block_idx = a.full_block_idx;
+  of_args.cu_seqlens_q = a.cu_seqlens_q, of_args.cu_seqlens_kv = a.cu_seqlens_kv;
+  of_args.seqused_q = a.seqused_q, of_args.seqused_kv = a.seqused_kv;
   HOLDS(hattn_forward_plan_create(&of, HATTN_CPU, &plan) == HATTN_OK);
   HOLDS(hattn_forward_run(plan, &of_args, NULL) == HATTN_OK);
   hattn_forward_plan_destroy(plan);
@@ -232,14 +276,19 @@ static void make_quantize(void) {
     const hattn_forward_problem* f = forward;
     const int64_t seqlen = i == 0 ? f->seqlen_q : f->seqlen_kv, heads = i == 0 ? f->heads_q : f->heads_kv;
     const int64_t dim = i == 2 ? f->head_dim_vo : f->head_dim_qk;
+    const int is_packed = i == 0 ? f->cu_seqlens_q : f->cu_seqlens_kv;
     if (one_in(4)) continue;
     one.given = (int32_t)below(2);
-    one.values = add_tensor(READ, p.source, 4, f->batch, seqlen, heads, dim);
-    one.stored = add_tensor(WRITTEN, HATTN_E4M3, 4, f->batch, seqlen, heads, dim);
-    one.descale = add_factors(one.given ? FACTOR : WRITTEN, seqlen, heads);
+    one.values = add_rows(READ, p.source, is_packed, f->batch, seqlen, heads, dim);
+    one.stored = add_rows(WRITTEN, HATTN_E4M3, is_packed, f->batch, seqlen, heads, dim);
+    one.descale = add_factors(one.given ? FACTOR : WRITTEN, is_packed, seqlen, heads);
     *(i == 0 ? &a.q : i == 1 ? &a.k : &a.v) = ENTER(hattn_quantize_tensor, one);
   }
   if (one_in(2)) a.counts = add_tensor(WRITTEN, HATTN_F32, 2, 3, 2, 0, 0);
+  ADD_LENGTHS(forward, &a);
+  if (a.q != NULL) hide_gaps(forward, a.q->values, REFERENCE_Q, 1);
+  if (a.k != NULL) hide_gaps(forward, a.k->values, REFERENCE_KV, 1);
+  if (a.v != NULL) hide_gaps(forward, a.v->values, REFERENCE_KV, 1);
   quantize = ENTER(hattn_quantize_problem, p);
   quantize_args = ENTER(hattn_quantize_args, a);
 }
@@ -255,22 +304,33 @@ static void mark_all(const hattn_tensor* t) {
   if (t != NULL) each_element(t, mark, NULL);
 }
 
+/* The rows that a legal call writes. The lists of another one may not be what they were. */
+static void mark_rows(const hattn_forward_problem* p, const hattn_tensor* t, int of, int axis) {
+  if (is_legal && !p->fill_gaps) {
+    each_of_sequences(p, t, of, axis, mark, NULL);
+  } else {
+    mark_all(t);
+  }
+}
+
 static void mark_outputs(pass of) {
   if (of == FORWARD) {
-    mark_all(forward_args->o);
-    if (forward->lse) mark_all(forward_args->lse);
+    mark_rows(forward, forward_args->o, REFERENCE_Q, 1);
+    if (forward->lse) mark_rows(forward, forward_args->lse, REFERENCE_Q, 2);
     /* An older struct ends before these pointers. */
     if (forward_args->struct_size > offsetof(hattn_forward_args, amax)) mark_all(forward_args->amax);
     if (forward_args->struct_size > offsetof(hattn_forward_args, max_logits)) mark_all(forward_args->max_logits);
   } else if (of == BACKWARD) {
-    mark_all(backward_args->d_q), mark_all(backward_args->d_k), mark_all(backward_args->d_v);
+    const hattn_forward_problem p = forward_of(backward);
+    mark_rows(&p, backward_args->d_q, REFERENCE_Q, 1);
+    mark_rows(&p, backward_args->d_k, REFERENCE_KV, 1), mark_rows(&p, backward_args->d_v, REFERENCE_KV, 1);
     if (backward_args->struct_size > offsetof(hattn_backward_args, dbias)) mark_all(backward_args->dbias);
   } else {
     const hattn_quantize_tensor* const all[] = {quantize_args->q, quantize_args->k, quantize_args->v};
     int i;
     for (i = 0; i < 3; ++i) {
       if (all[i] == NULL) continue;
-      mark_all(all[i]->stored);
+      mark_rows(forward, all[i]->stored, i == 0 ? REFERENCE_Q : REFERENCE_KV, 1);
       if (!all[i]->given) mark_all(all[i]->descale);
     }
     mark_all(quantize_args->counts);
@@ -290,6 +350,13 @@ static double largest_of(const hattn_tensor* t) {
   return largest;
 }
 
+/* The same of the rows of sequences. */
+static double largest_of_rows(const hattn_forward_problem* p, const hattn_tensor* t, int of) {
+  double largest = 0.0;
+  each_of_sequences(p, t, of, 1, take_largest, &largest);
+  return largest;
+}
+
 static void is_no_nan(const hattn_tensor* t, unsigned char* at, void* to) {
   (void)to;
   HOLDS(number_at(at, t->dtype) < 200.0); /* -infinity too */
@@ -300,26 +367,42 @@ static void forward_is_right(void) {
   /* What dropout keeps is multiplied by this. */
   const double factor = 32768.0 / (32768.0 - (double)reference_dropped(forward));
   /* O is a mean of values. P is rounded in FP8, by up to 1/16; so is O, in its own type. */
-  const double most = factor * largest_of(a->v) * (a->descale_v != NULL ? 1.15 * largest_of(a->descale_v) : 1.01);
-  if (a->lse != NULL) each_element(a->lse, is_no_nan, NULL);
+  const double largest_v = largest_of_rows(forward, a->v, REFERENCE_KV);
+  const double largest_o = largest_of_rows(forward, a->o, REFERENCE_Q);
+  const double most = factor * largest_v * (a->descale_v != NULL ? 1.15 * largest_of(a->descale_v) : 1.01);
+  each_of_sequences(forward, a->lse, REFERENCE_Q, 2, is_no_nan, NULL);
   if (a->o->dtype == HATTN_E4M3) {
     /* Small numbers are 2^-9 apart, so that rounding adds up to half of that. */
-    HOLDS(largest_of(a->o) <= fmin(448.0, most * largest_of(a->scale_o) * 1.1 + 1.0 / 1024.0));
+    HOLDS(largest_o <= fmin(448.0, most * largest_of(a->scale_o) * 1.1 + 1.0 / 1024.0));
   } else {
-    HOLDS(largest_of(a->o) <= most);
+    HOLDS(largest_o <= most);
   }
   HOLDS(largest_of(a->amax) <= most);
   USE_LISTS(a);
-  if (forward->dtype == HATTN_F32) HOLDS(reference_distance(forward, a) < 5e-5 * factor);
+  if (forward->fill_gaps) {
+    HOLDS(gaps_are(forward, a->o, REFERENCE_Q, 1, 0.0));
+    HOLDS(gaps_are(forward, a->lse, REFERENCE_Q, 2, -(double)INFINITY));
+  }
+  if (forward->dtype == HATTN_F32) {
+    HOLDS((has_lengths() ? reference_packed_distance : reference_distance)(forward, a) < 5e-5 * factor);
+  }
 }
 
 static void backward_is_right(void) {
   const hattn_forward_problem of = forward_of(backward);
-  HOLDS(isfinite(largest_of(backward_args->d_q)) && isfinite(largest_of(backward_args->d_k)));
-  HOLDS(isfinite(largest_of(backward_args->d_v)));
-  USE_LISTS(backward_args);
-  if (of.dtype == HATTN_F32) HOLDS(reference_gradient_distance(&of, backward_args) < 1e-3);
-  if (of.dtype == HATTN_F32 && backward->d_bias) HOLDS(reference_bias_distance(&of, backward_args) < 1e-3);
+  const hattn_backward_args* a = backward_args;
+  HOLDS(isfinite(largest_of_rows(&of, a->d_q, REFERENCE_Q)) && isfinite(largest_of_rows(&of, a->d_k, REFERENCE_KV)));
+  HOLDS(isfinite(largest_of_rows(&of, a->d_v, REFERENCE_KV)));
+  if (of.fill_gaps) {
+    HOLDS(gaps_are(&of, a->d_q, REFERENCE_Q, 1, 0.0));
+    HOLDS(gaps_are(&of, a->d_k, REFERENCE_KV, 1, 0.0) && gaps_are(&of, a->d_v, REFERENCE_KV, 1, 0.0));
+  }
+  USE_LISTS(a);
+  if (of.dtype != HATTN_F32) return;
+  HOLDS((has_lengths() ? reference_packed_gradient_distance : reference_gradient_distance)(&of, a) < 1e-3);
+  if (backward->d_bias) {
+    HOLDS((has_lengths() ? reference_packed_bias_distance : reference_bias_distance)(&of, a) < 1e-3);
+  }
 }
 
 static void quantised_is_right(void) {
@@ -328,13 +411,15 @@ static void quantised_is_right(void) {
   for (i = 0; i < 3; ++i) {
     const hattn_quantize_tensor* one = all[i];
     const double most_stored = i < 2 && forward->half_scores ? 14.0 : 448.0;
+    const int whose = i == 0 ? REFERENCE_Q : REFERENCE_KV;
     double largest;
     if (one == NULL) continue;
-    HOLDS(largest_of(one->stored) <= most_stored);
-    largest = largest_of(one->values);
+    HOLDS(largest_of_rows(forward, one->stored, whose) <= most_stored);
+    HOLDS(!forward->fill_gaps || gaps_are(forward, one->stored, whose, 1, 0.0));
+    largest = largest_of_rows(forward, one->values, whose);
     if (one->given || (i < 2 && quantize->hadamard) || forward->scaling != HATTN_PER_TENSOR || largest == 0.0) continue;
     /* The largest value becomes the largest that may be stored. */
-    HOLDS(largest_of(one->stored) == most_stored);
+    HOLDS(largest_of_rows(forward, one->stored, whose) == most_stored);
     HOLDS(fabs(largest_of(one->descale) * most_stored - largest) <= 1e-5 * largest);
   }
   HOLDS(isfinite(largest_of(quantize_args->counts)));
@@ -530,6 +615,7 @@ static void one_call(void) {
   memset(memory, POISON, (size_t)used); /* of the call before */
   slot_count = 0;
   used = 0;
+  memset(sides, 0, sizeof(sides));
   is_legal = one_in(4);
   if (of == FORWARD) make_forward();
   if (of == BACKWARD) make_backward();
@@ -539,6 +625,7 @@ static void one_call(void) {
     if (of == FORWARD && one_in(4)) spoil_list(forward_args->dropout_state);
     if (of == FORWARD && one_in(2)) spoil_lists(forward_args->mask_block_cnt, forward_args->full_block_idx);
     if (of == BACKWARD && one_in(2)) spoil_lists(backward_args->mask_block_idx, backward_args->full_block_cnt);
+    if (one_in(2)) spoil_lengths();
     for (i = 1 + below(3); i > 0; --i) spoil();
     keep_promise();
   }
@@ -553,6 +640,7 @@ static void one_call(void) {
   for (i = 0; i < used; ++i) HOLDS(memory[i] == before[i] || may_change[i]);
   HOLDS(!is_legal || status == HATTN_OK);
   ++(status == HATTN_OK ? shared->computed : shared->refused)[of];
+  shared->of_lengths[of] += status == HATTN_OK && has_lengths();
   if (is_legal && of == FORWARD) forward_is_right();
   if (is_legal && of == BACKWARD) backward_is_right();
   if (is_legal && of == QUANTIZE) quantised_is_right();
@@ -623,7 +711,8 @@ static void calls_return_a_status_and_write_their_outputs_only(void) {
   printf("fuzz: seed %llu, %llu calls", (unsigned long long)seed, (unsigned long long)shared->calls);
   for (i = 0; i < PASSES; ++i) {
     static const char* const names[] = {"forward", "backward", "quantize"};
-    printf("; %s: %llu computed, %llu refused", names[i], (unsigned long long)shared->computed[i],
+    printf("; %s: %llu computed, %llu of them with lengths, %llu refused", names[i],
+           (unsigned long long)shared->computed[i], (unsigned long long)shared->of_lengths[i],
            (unsigned long long)shared->refused[i]);
   }
   printf("; %d kinds of status\n", kinds);
@@ -642,7 +731,7 @@ static void calls_return_a_status_and_write_their_outputs_only(void) {
   CHECK(!is_bad && shared->failed_line == 0 && length == 0);
   if (check_broken || shared->calls < 1000) return;
   /* So many calls are of all kinds. */
-  for (i = 0; i < PASSES; ++i) CHECK(shared->computed[i] > 0 && shared->refused[i] > 0);
+  for (i = 0; i < PASSES; ++i) CHECK(shared->computed[i] > 0 && shared->refused[i] > 0 && shared->of_lengths[i] > 0);
   CHECK(kinds >= 8);
 }
 

@@ -20,6 +20,9 @@ typedef struct reference_tensors {
 
 static reference_tensors reference_given;
 
+/* The first batch entry that is compared (reference_packed.h). */
+static int64_t reference_first;
+
 static int32_t reference_number(const hattn_tensor* t, int64_t b, int64_t h, int64_t row, int64_t last) {
   const int64_t at = (t->shape[0] == 1 ? 0 : b * t->stride[0]) + (t->shape[1] == 1 ? 0 : h * t->stride[1]);
   return ((const int32_t*)t->data)[at + row * t->stride[2] + (t->ndim == 4 ? last * t->stride[3] : 0)];
@@ -186,7 +189,7 @@ static double reference_worse(double worst, double got, double want) {
 static inline double reference_distance(const hattn_forward_problem* p, const hattn_forward_args* args) {
   double worst = 0.0;
   int64_t b, h, i, d;
-  for (b = 0; b < p->batch; ++b) {
+  for (b = reference_first; b < p->batch; ++b) {
     for (h = 0; h < p->heads_q; ++h) {
       for (i = 0; i < p->seqlen_q; ++i) {
         const reference_row row = reference_softmax(p, args->q, args->k, b, h, i);
@@ -229,10 +232,15 @@ static inline double reference_d_score(const hattn_forward_problem* p, const hat
          reference_slope(p, reference_capped(p, args->q, args->k, b, h, i, j));
 }
 
+/* Half a unit in the last place of a bias, as a share of its number. f32 is compared as it is. */
+static inline double reference_bias_rounding(const hattn_tensor* t) {
+  return t->dtype == HATTN_F32 ? 0.0 : ldexp(1.0, t->dtype == HATTN_BF16 ? -8 : -11);
+}
+
 /* The largest distance of the gradient of the bias, beyond half a unit in the last place of its type. */
 static inline double reference_bias_distance(const hattn_forward_problem* p, const hattn_backward_args* args) {
   const hattn_tensor* const t = args->dbias;
-  const double rounding = t->dtype == HATTN_F32 ? 0.0 : ldexp(1.0, t->dtype == HATTN_BF16 ? -8 : -11);
+  const double rounding = reference_bias_rounding(t);
   const int64_t batches = t->shape[0] == 1 ? p->batch : 1, heads = t->shape[1] == 1 ? p->heads_q : 1;
   const int64_t queries = t->shape[2] == 1 ? p->seqlen_q : 1;
   double worst = 0.0;
@@ -261,7 +269,7 @@ static inline double reference_gradient_distance(const hattn_forward_problem* p,
   const int64_t group = p->heads_q / p->heads_kv;
   double worst = 0.0;
   int64_t b, h, i, j, d;
-  for (b = 0; b < p->batch; ++b) {
+  for (b = reference_first; b < p->batch; ++b) {
     for (h = 0; h < p->heads_q; ++h) {
       for (i = 0; i < p->seqlen_q; ++i) {
         for (d = 0; d < p->head_dim_qk; ++d) {
