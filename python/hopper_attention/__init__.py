@@ -7,7 +7,7 @@
 - `attention`: the forward pass. On torch tensors autograd records it.
 - `attention_backward`: the gradients, for arrays of frameworks other than torch.
 - `attention_varlen`, `attention_varlen_backward`: the same for packed sequences, and for used lengths.
-- `quantize`, `attention_fp8`: FP8 operands of 16-bit tensors, and attention on them.
+- `quantize`, `quantize_varlen`, `attention_fp8`: FP8 operands of 16-bit tensors, packed or not, and attention on them.
 - `BlockLists`, `block_lists`: block-sparse masks, made once for many calls.
 - `block_lists_from_slices`, `block_lists_from_documents`, `block_lists_from_prefixes`, `block_lists_from_spans`: the same
   without a dense mask.
@@ -52,6 +52,7 @@ __all__ = [
     "device_count",
     "dropout_mask",
     "quantize",
+    "quantize_varlen",
     "register_sdpa",
     "register_transformers",
     "torch_operators",
@@ -155,7 +156,8 @@ def attention(
       as in `attention_varlen`.
     - dropout_p: dropout: the probability, 0 to below 1, with which a weight becomes 0. The others are multiplied by
       1 / (1 - dropout_p). It is rounded to a multiple of 1/32768. lse, max_logits and the part of sinks are as without.
-      A GPU refuses it with packed sequences in sm80 kernels, and with windows of large head dims, by name.
+      A GPU computes it with all masks and lengths. On a Hopper GPU windows above head dim 128 (of packed sequences above
+      64), and a bias with lists of blocks, run in sm80 kernels then, which are slower.
     - dropout_state: the seed and the offset of dropout, int64 [2]. `dropout_mask` says which pairs they keep. None: on
       torch tensors they are drawn from the generator, and gradients have the same. Arrays must have them, or their
       four words as int32 [4].
@@ -471,6 +473,42 @@ def quantize(
     return _fp8.quantize(q, k, v, scaling, hadamard, half_scores)
 
 
+def quantize_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any = None,
+    scaling: str = "per_block",
+    hadamard: int | None = None,
+    half_scores: bool = False,
+    *,
+    seqused_q: Any = None,
+    seqused_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    fill_gaps: bool = True,
+) -> Any:
+    """`quantize` of packed sequences, and of used lengths.
+
+    The tensors, offsets, used lengths and hints are those of `attention_varlen`. The `Quantized` keeps the lengths, so
+    that `attention_fp8` of it is attention to packed sequences. Values and factors of a sequence are those that it has
+    by itself. Rows that belong to no sequence are not read, and have no part in a factor.
+
+    - scaling: "per_tensor" is one factor for all sequences, "per_head" one for each sequence and KV head, [batch,
+      heads_kv, 1]. With "per_block" a packed tensor has the factors [heads, floor((total + 127 * batch) / 128)]: those of
+      sequence i, whose first row is `begin`, are from floor((begin + 127 * i) / 128) on, one for each 128 of its rows.
+    - hadamard, half_scores: as in `quantize`.
+    - fill_gaps: rows that belong to no sequence, and rows that are not used, are 0. False: they are not written, nor are
+      the factors of blocks that belong to no sequence.
+
+    Offsets that the CPU refuses, and what a GPU does with them, are as in `attention_varlen`, and so are the errors.
+    """
+    _need_torch()
+    lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
+    return _fp8.quantize(q, k, v, scaling, hadamard, half_scores, lists, longest, fill_gaps, packed=True)
+
+
 def attention_fp8(
     operands: Any,
     causal: bool = False,
@@ -487,15 +525,17 @@ def attention_fp8(
     softcap: float | None = None,
     attn_mask: Any = None,
     block_mask: Any = None,
+    fill_gaps: bool = True,
 ) -> Any:
-    """`attention` on operands that `quantize` made. It has no gradient.
+    """`attention` on operands that `quantize` made, and `attention_varlen` on those of `quantize_varlen`. It has no gradient.
 
     - out_dtype: torch.bfloat16 (the default), torch.float16 or torch.float8_e4m3fn.
     - scale_o: f32 [1], with FP8 outputs: the factor on o before it is rounded.
     - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
     - s_aux: attention sinks as in `attention`, without a gradient.
     - softcap: a cap of the scores as in `attention`.
-    - attn_mask, block_mask: as in `attention`, but no floating-point attn_mask.
+    - attn_mask, block_mask: as in `attention`, but no floating-point attn_mask. Not for operands of `quantize_varlen`.
+    - fill_gaps: as in `attention_varlen`, for operands of `quantize_varlen`.
 
     Gives o, or a tuple of o, lse and amax with those that were asked for.
     """
@@ -516,6 +556,7 @@ def attention_fp8(
         softcap,
         attn_mask,
         block_mask,
+        fill_gaps,
     )
 
 
@@ -536,8 +577,8 @@ def register_transformers(name: str = "hopper_attention") -> None:
 
     Then `model.set_attn_implementation("hopper_attention")`, or attn_implementation="hopper_attention" where a model
     is made. Padding, packed sequences by cu_seq_lens_q and cu_seq_lens_k or by position_ids, softcap and s_aux are
-    computed. So is attention_dropout, in training. What the library does not compute raises NotImplementedError: position
-    bias.
+    computed. So is attention_dropout, in training, and a 4-d attention_mask, whose numbers may be added to the scores.
+    What the library does not compute raises NotImplementedError: the argument position_bias.
     """
     _need_torch()
     from . import _transformers

@@ -69,7 +69,7 @@ class _Kept:
     def __init__(self) -> None:
         self._lists: dict = {}
 
-    def get(self, mask: Any, version: Hashable, sizes: tuple, device: torch.device, make: Callable) -> BlockLists:
+    def get(self, mask: Any, version: Hashable, sizes: tuple, device: torch.device, make: Callable) -> Any:
         stream = _raw_stream(device.index) if device.type == "cuda" else None
         key = (version, sizes, device, stream)
         of_mask = self._lists.get(id(mask))
@@ -93,7 +93,7 @@ class _Kept:
 _kept = _Kept()
 
 
-def _normally(make: Callable) -> BlockLists:
+def _normally(make: Callable) -> Any:
     """Makes lists that autograd can save, and that are no part of a graph."""
     with torch.inference_mode(False), torch.no_grad():
         return make()
@@ -116,8 +116,8 @@ def _of_bools(mask: Any, sizes: Tuple[int, int, int, int], device: torch.device)
     return kept_lists(mask, sizes, device, make)
 
 
-def kept_lists(mask: torch.Tensor, sizes: tuple, device: torch.device, make: Callable) -> BlockLists:
-    """The lists of a tensor for operands of these sizes. `make` makes them where they are not kept.
+def kept_lists(mask: torch.Tensor, sizes: tuple, device: torch.device, make: Callable) -> Any:
+    """The lists of a tensor for operands of these sizes, or what else `make` makes of it where nothing is kept.
 
     Tensors of inference mode have no version, so that their lists are made each time.
     """

@@ -197,10 +197,10 @@ def scale_of(scale: Optional[float]) -> float:
     return float(scale)
 
 
-def lists_of(q: Any, k: Any, v: Any, lists: Tuple[Any, Any, Any, Any]) -> dict:
+def lists_of(q: Any, k: Any, v: Any, lists: Tuple[Any, Any, Any, Any], dense: str = "attention()") -> dict:
     """The offsets and used lengths of a call by their names (`abi.LENGTHS`), and the ranks of its tensors, checked.
 
-    A side with offsets is packed: [total, heads, head_dim]. A side without is [batch, seqlen, heads, head_dim]. Packed
+    `dense`: what takes tensors without them. A side with offsets is packed: [total, heads, head_dim]. A side without is [batch, seqlen, heads, head_dim]. Packed
     keys without offsets of their own have those of the queries.
     """
     named = dict(zip(abi.LENGTHS, lists))
@@ -212,7 +212,7 @@ def lists_of(q: Any, k: Any, v: Any, lists: Tuple[Any, Any, Any, Any]) -> dict:
             allowed = "3, [total, heads, head_dim], with" if packed else "4, [batch, seqlen, heads, head_dim], without"
             raise ValueError(f"{name}: {len(t.shape)} dimensions; allowed: {allowed} {offsets}")
     if all(given is None for given in named.values()):
-        raise ValueError("cu_seqlens_q: missing, and so are the other lengths; attention() takes tensors without them")
+        raise ValueError(f"cu_seqlens_q: missing, and so are the other lengths; {dense} takes tensors without them")
     return named
 
 
@@ -298,10 +298,20 @@ def scaling_of(scaling: str) -> int:
     return SCALINGS[scaling]
 
 
-def descale_shape(scaling: int, batch: int, heads: int, heads_kv: int, seqlen: int) -> Tuple[int, int, int]:
-    """The shape of the descale factors of a tensor with `heads` heads and `seqlen` rows."""
-    if scaling == abi.PER_TENSOR:
-        return (1, 1, 1)
-    if scaling == abi.PER_HEAD:
-        return (batch, heads_kv, 1)
-    return (batch, heads, -(-seqlen // BLOCK))
+def descale_shapes(scaling: int, q: Any, k: Any, v: Any, lists: dict) -> list:
+    """The shapes of the descale factors of q, k and v with a `shape`. `lists` are those of `lists_of`, or nothing.
+
+    Packed sequences with factors per block have blocks of their own: sequence i, from row `begin` on, those from
+    floor((begin + 127 i) / 128) on.
+    """
+    batch, packed = _batch_of(q, lists), _packed_sides(lists)
+
+    def of(t: Any, is_packed: bool) -> tuple:
+        if scaling == abi.PER_TENSOR:
+            return (1, 1, 1)
+        if scaling == abi.PER_HEAD:
+            return (batch, k.shape[-2], 1)
+        rows, heads = t.shape[-3:-1]
+        return (heads, (rows + (BLOCK - 1) * batch) // BLOCK) if is_packed else (batch, heads, -(-rows // BLOCK))
+
+    return [of(q, packed[0]), of(k, packed[1]), of(v, packed[1])]

@@ -3,21 +3,26 @@
 torch's selector decides before us which calls reach the flash backend. Calls with attn_mask, and causal calls with
 seqlen_q != seqlen_kv, go to another backend.
 
+The operators below SDPA's own also take packed sequences, as nested tensors and torch.nn.attention.varlen have them; used
+lengths of the keys; and ALiBi's slopes. torch hands the offsets to the backward pass, but neither the used lengths nor the
+slopes. So these have no gradients.
+
 Where there is dropout, the state of torch's random numbers is our own: a seed and an offset that are drawn from the default
 generator of the device. torch hands it to the backward pass.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from . import abi
 from ._dropout import state_of, words_of
-from ._plans import FULL, Mask, scale_of
+from ._modified import slopes_of
+from ._plans import FULL, Mask, lists_of, output_shapes, scale_of
 from ._torch import backward_into, check_gradients, forward_into, is_recorded, readable
-from ._varlen import _Run, without_lengths
+from ._varlen import _Run, lengths_on, readable_rows
 
 NAME = "hopper_attention"
 
@@ -44,41 +49,69 @@ def _check(debug_mask: bool = False, **others: Any) -> None:
             _refuse(f"{name} was given", "None")
 
 
-def _with_dropout(numbers: tuple, dropout: float, deterministic: bool = False) -> _Run:
-    """A pass with dropout, without offsets, lengths and hints."""
-    return _Run((*without_lengths((*numbers, 0), 0.0, deterministic), dropout))
+class _Options(NamedTuple):
+    """What a call has beside its operands."""
+
+    numbers: tuple
+    dropout: float = 0.0
+    #: Offsets and used lengths in the order of `abi.LENGTHS`, and the lengths of the longest sequences.
+    lists: tuple = (None, None, None, None)
+    longest: tuple = (0, 0)
+    slopes: Optional[torch.Tensor] = None
+
+    def is_plain(self) -> bool:
+        """Whether it is a call of dense operands with a mask alone."""
+        return not self.dropout and self.slopes is None and all(given is None for given in self.lists)
+
+    def run(self, deterministic: bool = False) -> _Run:
+        """A pass of all but plain calls. Rows that belong to no sequence are filled."""
+        fill_gaps = any(given is not None for given in self.lists)
+        return _Run((*self.lists, *self.longest, fill_gaps, deterministic, *self.numbers, 0, 0.0, self.dropout))
+
+    def tensors(self, state: torch.Tensor) -> dict:
+        """What such a pass reads beside its operands, by the library's names."""
+        given = {} if self.slopes is None else {"alibi_slopes": self.slopes}
+        return {**given, "dropout_state": words_of(state)} if self.dropout else given
 
 
-def _run_forward(
-    q: Any, k: Any, v: Any, o: torch.Tensor, numbers: tuple, dropout: float, state: torch.Tensor
-) -> torch.Tensor:
-    """Writes o. All tensors are [batch, seqlen, heads, head_dim]. Gives the log-sum-exp."""
-    q, k, v = readable(q), readable(k), readable(v)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    into = o if readable(o) is o else torch.empty(o.shape, dtype=o.dtype, device=o.device)
-    if dropout:
-        tensors = {"q": q, "k": k, "v": v, "o": into, "lse": lse, "dropout_state": words_of(state)}
-        _with_dropout(numbers, dropout)(abi.ForwardArgs, tensors)
+def _options(
+    q: Any, k: Any, v: Any, numbers: tuple, dropout: float, cu_q: Any, cu_k: Any, longest: tuple, used: Any, slopes: Any
+) -> _Options:
+    """The options of a call with what torch's operators hand over. None stands for what is not given."""
+    lists: tuple = (cu_q, cu_k, None, used)
+    if any(given is not None for given in lists):
+        lists = lengths_on(lists_of(q, k, v, lists), q.device)
+    return _Options(numbers, dropout, lists, tuple(max(int(n), 0) for n in longest), slopes_of(slopes, q.device))
+
+
+def _run_forward(q: Any, k: Any, v: Any, o: torch.Tensor, options: _Options, state: torch.Tensor) -> torch.Tensor:
+    """Writes o. Tensors are [batch, seqlen, heads, head_dim], or packed. Gives the log-sum-exp."""
+    q, k, v = map(readable_rows, (q, k, v))
+    lse = q.new_empty(output_shapes(q.shape, v.shape)[1], dtype=torch.float32)
+    into = o if readable_rows(o) is o else torch.empty(o.shape, dtype=o.dtype, device=o.device)
+    if options.is_plain():
+        forward_into(q, k, v, into, lse, options.numbers)
     else:
-        forward_into(q, k, v, into, lse, numbers)
+        tensors = {"q": q, "k": k, "v": v, "o": into, "lse": lse, **options.tensors(state)}
+        options.run()(abi.ForwardArgs, tensors)
     if into is not o:
         o.copy_(into)
     return lse
 
 
 def _run_backward(
-    d_o: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, numbers: tuple, dropout: float, state: Any
+    d_o: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, gradients: list, options: _Options, state: Any
 ) -> None:
-    d_o, q, k, v, o = map(readable, (d_o, q, k, v, o))
-    into = [d if readable(d) is d else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in gradients]
+    d_o, q, k, v, o = map(readable_rows, (d_o, q, k, v, o))
+    into = [d if readable_rows(d) is d else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in gradients]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if dropout:
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": readable(lse), "d_o": d_o, "dropout_state": words_of(state)}
+    if options.is_plain():
+        backward_into(d_o, None, q, k, v, o, readable(lse), into, options.numbers, deterministic)
+    else:
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": readable(lse), "d_o": d_o, **options.tensors(state)}
         tensors.update(zip(("d_q", "d_k", "d_v"), into))
         wanted = {"d_lse": 0, "deterministic": int(deterministic), "d_sinks": 0, "d_bias": 0}
-        _with_dropout(numbers, dropout, deterministic)(abi.BackwardArgs, tensors, **wanted)
-    else:
-        backward_into(d_o, None, q, k, v, o, readable(lse), into, numbers, deterministic)
+        options.run(deterministic)(abi.BackwardArgs, tensors, **wanted)
     for wanted, written in zip(gradients, into):
         if written is not wanted:
             wanted.copy_(written)
@@ -96,12 +129,15 @@ def _unused(q: torch.Tensor) -> tuple:
     return torch.empty((), dtype=torch.uint64, device=q.device), q.new_empty((0,))
 
 
-def _check_gradients(q: Any, k: Any, v: Any, numbers: tuple, dropout: float, state: torch.Tensor) -> None:
-    """Refuses, in the forward pass, what has no backward pass on the device."""
-    if dropout and q.is_cuda:
-        _with_dropout(numbers, dropout).check_gradients(q, k, v, {"dropout_state": words_of(state)})
-    elif not dropout:
-        check_gradients(q, k, v, numbers)
+def _check_gradients(q: Any, k: Any, v: Any, options: _Options, state: torch.Tensor) -> None:
+    """Refuses, in the forward pass, what has no backward pass: on the device, or because torch leaves out what it needs."""
+    for name, given in (("seqused_k", options.lists[3]), ("alibi_slopes", options.slopes)):
+        if given is not None:
+            _refuse(f"{name} in a call that autograd records, whose backward pass torch gives no {name}", "torch.no_grad()")
+    if options.is_plain():
+        check_gradients(q, k, v, options.numbers)
+    elif q.is_cuda:
+        options.run().check_gradients(q, k, v, options.tensors(state))
 
 
 def _swapped(*tensors: torch.Tensor) -> tuple:
@@ -126,11 +162,11 @@ def sdpa_forward(
         if query.shape[-1] == value.shape[-1]
         else query.new_empty((*query.shape[:3], value.shape[3]))
     )
-    numbers = _numbers(scale, is_causal)
+    options = _Options(_numbers(scale, is_causal), dropout_p)
     state = _state(dropout_p, query.device)
     if is_recorded(query, key, value):
-        _check_gradients(*_swapped(query, key, value), numbers, dropout_p, state)
-    lse = _run_forward(*_swapped(query, key, value, o), numbers, dropout_p, state)
+        _check_gradients(*_swapped(query, key, value), options, state)
+    lse = _run_forward(*_swapped(query, key, value, o), options, state)
     return o, lse, None, None, query.shape[2], key.shape[2], state, *_unused(query)
 
 
@@ -156,7 +192,7 @@ def sdpa_backward(
     _check(cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
     gradients = [torch.empty_like(t) for t in (query, key, value)]
     operands, into = _swapped(grad_out, query, key, value, out), list(_swapped(*gradients))
-    _run_backward(*operands, logsumexp, into, _numbers(scale, is_causal), dropout_p, philox_seed)
+    _run_backward(*operands, logsumexp, into, _Options(_numbers(scale, is_causal), dropout_p), philox_seed)
     return tuple(gradients)
 
 
@@ -181,16 +217,19 @@ def flash_forward(
 ) -> tuple:
     """aten::_flash_attention_forward, on [batch, seqlen, heads, head_dim].
 
-    Nested tensors come this way, with cum_seq_q.
+    Nested tensors and torch.nn.attention.varlen come this way with cum_seq_q and cum_seq_k, int32 [sequences + 1]. The
+    tensors are then [total, heads, head_dim]. max_q and max_k are hints for speed. seqused_k, [batch], has the used
+    lengths of the keys, of packed and of other ones. alibi_slopes are [heads_q] or [batch, heads_q].
     """
-    others = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k, "alibi_slopes": alibi_slopes}
-    _check(return_debug_mask, **others, **more)
+    _check(return_debug_mask, **more)
     numbers = _numbers(scale, is_causal, window_size_left, window_size_right)
+    lengths = (cum_seq_q, cum_seq_k, (max_q, max_k), seqused_k)
+    options = _options(query, key, value, numbers, dropout_p, *lengths, alibi_slopes)
     state = _state(dropout_p, query.device)
     if is_recorded(query, key, value):
-        _check_gradients(query, key, value, numbers, dropout_p, state)
+        _check_gradients(query, key, value, options, state)
     o = torch.empty_like(query)
-    lse = _run_forward(query, key, value, o, numbers, dropout_p, state)
+    lse = _run_forward(query, key, value, o, options, state)
     return o, lse, state, *_unused(query)
 
 
@@ -215,10 +254,10 @@ def flash_backward(
     window_size_right: Any = None,
 ) -> tuple:
     """aten::_flash_attention_backward."""
-    _check(cum_seq_q=cum_seq_q, cum_seq_k=cum_seq_k)
     gradients = [torch.empty_like(t) for t in (query, key, value)]
     numbers = _numbers(scale, is_causal, window_size_left, window_size_right)
-    _run_backward(grad_out, query, key, value, out, logsumexp, gradients, numbers, dropout_p, rng_state)
+    options = _options(query, key, value, numbers, dropout_p, cum_seq_q, cum_seq_k, (max_q, max_k), None, None)
+    _run_backward(grad_out, query, key, value, out, logsumexp, gradients, options, rng_state)
     return tuple(gradients)
 
 

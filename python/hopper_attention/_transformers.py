@@ -3,7 +3,8 @@
 transformers describes a mask as a function of indices, a tree of closures. `band_of` reads the tree. A mask that is a
 band (causal, bidirectional, sliding windows) or has chunks (Llama 4) is passed on as a `BandMask`, together with the
 padding. Any other mask becomes a tensor of booleans, as for transformers' SDPA, and then lists of blocks
-(`_dense_masks.py`). So do 4-d masks that a model is given.
+(`_dense_masks.py`). So do 4-d masks that a model is given, unless their numbers are added to the scores: those are a
+bias.
 
 Packed sequences come as cu_seq_lens_q and cu_seq_lens_k, or as position_ids that begin again within a row. Both become
 offsets of attention_varlen. So does padding: offsets and used lengths leave it out where it lies, and nothing is moved.

@@ -71,10 +71,7 @@ def arguments(
     numbers = _numbers_of(causal, window, top_left, scale, sm_margin)
     hints = hints_of(*max_seqlens, fill_gaps)
     q, k, v = _autocast(q, k, v)
-    here = {name: _list(name, given, q.device) for name, given in named.items()}
-    if named["cu_seqlens_kv"] is named["cu_seqlens_q"]:
-        here["cu_seqlens_kv"] = here["cu_seqlens_q"]
-    return q, k, v, (*here.values(), *hints, bool(deterministic), *numbers, softcap_of(softcap))
+    return q, k, v, (*lengths_on(named, q.device), *hints, bool(deterministic), *numbers, softcap_of(softcap))
 
 
 def without_lengths(numbers: tuple, softcap: float, deterministic: bool = False) -> tuple:
@@ -189,6 +186,14 @@ def _list(name: str, given: Optional[torch.Tensor], device: torch.device) -> Opt
     if given.dtype == torch.int64:
         given = given.clamp(_I32.min, _I32.max)
     return given.to(device=device, dtype=torch.int32).contiguous()
+
+
+def lengths_on(named: dict, device: torch.device) -> tuple:
+    """The offsets and used lengths of `lists_of` as the library reads them. One tensor for both sides stays one."""
+    here = {name: _list(name, given, device) for name, given in named.items()}
+    if named["cu_seqlens_kv"] is named["cu_seqlens_q"]:
+        here["cu_seqlens_kv"] = here["cu_seqlens_q"]
+    return tuple(here.values())
 
 
 def _empty(q: torch.Tensor, v: torch.Tensor) -> list:
@@ -463,6 +468,7 @@ __all__ = [
     "attention_capped",
     "attention_varlen",
     "dense_arguments",
+    "lengths_on",
     "nested",
     "readable_rows",
     "without_lengths",

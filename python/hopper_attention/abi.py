@@ -556,9 +556,13 @@ class QuantizePlan(Plan):
         workspace: Optional[int] = None,
         workspace_bytes: int = 0,
         stream: Optional[int] = None,
+        **lengths: Optional[Tensor],
     ) -> None:
-        """Quantises the given tensors, in the way of `ForwardPlan.run`."""
-        self._run({"q": q, "k": k, "v": v, "counts": counts}, workspace, workspace_bytes, stream)
+        """Quantises the given tensors, in the way of `ForwardPlan.run`.
+
+        `lengths` has the cu_seqlens_q, cu_seqlens_kv, seqused_q and seqused_kv that the problem asks for.
+        """
+        self._run({"q": q, "k": k, "v": v, "counts": counts, **lengths}, workspace, workspace_bytes, stream)
 
 
 _loaded: Optional[Library] = None

@@ -4,8 +4,10 @@ import torch
 import transformers
 
 
-def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positions=4096, image=32, patch=8):
-    """The config of a model. All dropouts are 0.
+def config(
+    kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positions=4096, image=32, patch=8, softcap=None
+):
+    """The config of a model. All dropouts are 0. softcap is for gemma2 alone.
 
     The head dim is hidden / heads, but of gemma2 and gemma3 256, of phi3 96, of deepseek_v3 192 and 128, of siglip 72.
     """
@@ -39,9 +41,20 @@ def config(kind, hidden, heads, heads_kv, layers, vocab=199, window=None, positi
         more |= {"head_dim": 256, "query_pre_attn_scalar": 256}
         if kind == "gemma3":
             return transformers.Gemma3TextConfig(**sizes, **text, **more)
-        # SDPA has no softcap, and these models are compared with it too. test_softcap.py has them with theirs.
-        more |= {"attn_logit_softcapping": None}
+        # SDPA has no softcap, and leaves it out without a word. So models that are compared with it have none.
+        more |= {"attn_logit_softcapping": softcap}
         return transformers.Gemma2Config(**sizes, **text, **more)
+    if kind == "gpt_oss":
+        # A layer with a window and one without. All experts take part: a choice would turn rounding into other experts.
+        return transformers.GptOssConfig(
+            **sizes,
+            **text,
+            num_key_value_heads=heads_kv,
+            head_dim=hidden // heads,
+            sliding_window=window,
+            num_local_experts=2,
+            num_experts_per_tok=2,
+        )
     if kind == "phi3":
         # Its head dim is hidden_size / num_attention_heads.
         sizes["hidden_size"] = 96 * heads
@@ -80,6 +93,7 @@ CLASSES = {
     "phi3": transformers.Phi3ForCausalLM,
     "deepseek_v3": transformers.DeepseekV3ForCausalLM,
     "siglip": transformers.SiglipForImageClassification,
+    "gpt_oss": transformers.GptOssForCausalLM,
 }
 
 
@@ -89,8 +103,13 @@ def model(kind, settings, seed=0):
     made = CLASSES[kind](settings)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if any(part in name for part in ("q_proj", "k_proj", "query", "key")) and parameter.ndim == 2:
+            # Those of SigLIP are large at the beginning: with four times as large ones attention has one key a query.
+            is_projection = any(part in name for part in ("q_proj", "k_proj", "query", "key")) and parameter.ndim == 2
+            if is_projection and kind != "siglip":
                 parameter.mul_(4)
+            if name.endswith("sinks"):
+                # Logits in the range of the scores. They are zeros where a model begins.
+                parameter.normal_()
     return made.eval()
 
 
@@ -101,6 +120,20 @@ def inputs(kind, settings, batch, seqlen, device="cpu", seed=1):
         size = getattr(settings, "vision_config", settings).image_size
         return {"pixel_values": torch.randn(batch, 3, size, size, generator=generator).to(device)}
     return {"input_ids": torch.randint(0, settings.vocab_size, (batch, seqlen), generator=generator).to(device)}
+
+
+def four_dimensions(batch, heads, seqlen, floats, device="cpu", seed=2):
+    """A 4-d mask: booleans that all heads share, or floats for each head, which are added to the scores or hide (-inf).
+
+    Every query keeps itself, so that no row is empty.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(batch, 1, seqlen, seqlen, generator=generator) > 0.5
+    kept |= torch.eye(seqlen, dtype=torch.bool)
+    if not floats:
+        return kept.to(device)
+    bias = torch.randn(batch, heads, seqlen, seqlen, generator=generator)
+    return bias.masked_fill(~kept, -torch.inf).to(device)
 
 
 def padding(batch, seqlen, side, device="cpu"):

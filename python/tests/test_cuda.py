@@ -297,6 +297,27 @@ class Packed(OnGpu):
                 # Offsets on the CPU are copied.
                 self.assertTrue(torch.equal(attention_varlen(*leaves, cu, **options), o))
 
+    def test_a_margin(self):
+        """Hopper kernels leave multiprocessors to others. Older ones refuse a margin by name."""
+        cu, leaves = self.packed(300, 0, 77)
+        if torch.cuda.get_device_capability(self.device) != (9, 0):
+            with self.assertRaisesRegex(abi.HattnError, "sm_margin 1 with sm80 kernels"):
+                attention_varlen(*leaves, cu, sm_margin=1)
+            return
+        all_of_them = torch.cuda.get_device_properties(self.device).multi_processor_count
+        for more in ({}, {"s_aux": torch.randn(6, device=self.device)}, {"softcap": 5.0}):
+            want = attention_varlen(*leaves, cu, causal=True, **more)
+            gradients = torch.autograd.grad(want, leaves, torch.ones_like(want))
+            for margin in (1, 16, all_of_them - 1):
+                with self.subTest(margin=margin, more=tuple(more)):
+                    o = attention_varlen(*leaves, cu, causal=True, sm_margin=margin, **more)
+                    self.close(o, want, 0.02)
+                    for mine, theirs in zip(torch.autograd.grad(o, leaves, torch.ones_like(o)), gradients):
+                        self.close(mine, theirs, 0.02)
+        words = f"sm_margin: {all_of_them}; allowed: 0 to {all_of_them - 1}"
+        with self.assertRaisesRegex(abi.HattnError, words):
+            attention_varlen(*leaves, cu, sm_margin=all_of_them)
+
     def test_one_graph_serves_other_lengths(self):
         cu, leaves = self.packed(300, 77, 131)
         leaves = [t.detach() for t in leaves]
@@ -379,6 +400,41 @@ class Sdpa(OnGpu):
                 torch.autograd.grad(self.sdpa(*leaves, is_causal=True).float().square().mean(), leaves),
             ):
                 self.close(mine, theirs, 0.03)
+        finally:
+            handle.remove()
+
+    def test_packed_sequences(self):
+        """Nested tensors, and torch.nn.attention.varlen: attention_varlen to the last bit, in both passes."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        leaves = [torch.randn(300, 4, 64, device=self.device).bfloat16().requires_grad_() for _ in range(3)]
+        cu = torch.tensor([0, 120, 121, 300], device=self.device)
+        want = attention_varlen(*leaves, cu, causal=True, max_seqlen_q=179, max_seqlen_kv=179)
+        d_o = torch.randn_like(want)
+        gradients = torch.autograd.grad(want, leaves, d_o)
+
+        def nested():
+            made = [torch.nested.nested_tensor_from_jagged(t, cu).transpose(1, 2) for t in leaves]
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return F.scaled_dot_product_attention(*made, is_causal=True).transpose(1, 2).values()
+
+        handle = register_sdpa()
+        try:
+            found = nested(), varlen_attn(*leaves, cu.int(), cu.int(), 179, 179, window_size=(-1, 0))
+            for o in found:
+                self.close(o, want, 0.02)
+                for mine, theirs in zip(torch.autograd.grad(o, leaves, d_o), gradients):
+                    self.close(mine, theirs, 0.02)
+            # Equal to a call of ours to the last bit, which another kernel is not.
+            self.assertTrue(torch.equal(found[1], want))
+            slopes = torch.rand(4, device=self.device)
+            with torch.no_grad():
+                dense = [t[None] for t in leaves]
+                rest = (None, None, 300, 300, 0.0, True, False)
+                o = torch.ops.aten._flash_attention_forward(*dense, *rest, alibi_slopes=slopes)[0]
+                self.assertTrue(torch.equal(o, attention(*dense, causal=True, alibi_slopes=slopes)))
         finally:
             handle.remove()
 

@@ -198,8 +198,8 @@ class Torch(unittest.TestCase):
         with self.assertRaisesRegex(hopper_attention.HattnError, "sinks: shape"):
             hopper_attention.attention(q, k, v, s_aux=sinks[:2])
 
-    def test_gpt_oss(self):
-        """A small random model with sinks and windows: as transformers' own attention, gradients of the sinks too."""
+    def gpt_oss(self, window, masks, rows):
+        """Logits and gradients of a small random model: as transformers' own attention. Gives the first logits."""
         try:
             from transformers import GptOssConfig, GptOssForCausalLM
         except ImportError as error:
@@ -209,27 +209,48 @@ class Torch(unittest.TestCase):
         torch.manual_seed(2)
         sizes = {"hidden_size": 32, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        config = GptOssConfig(vocab_size=50, num_hidden_layers=2, sliding_window=5, **sizes, **heads)
+        config = GptOssConfig(vocab_size=50, num_hidden_layers=2, sliding_window=window, **sizes, **heads)
+        self.assertEqual(config.layer_types, ["sliding_attention", "full_attention"])
         model = GptOssForCausalLM(config).eval()
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
-        ids = torch.randint(50, (3, 20))
-        padding = torch.ones(3, 20, dtype=torch.long)
-        padding[1, 15:] = 0
-        padding[2, :6] = 0
-        for mask in (None, padding):
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                torch.nn.init.normal_(projection.weight, std=0.3)
+        ids = torch.randint(50, (3, rows))
+        first = None
+        for mask in masks:
             found = []
             for name in ("eager", "hopper_attention"):
                 model.set_attn_implementation(name)
                 logits = model(input_ids=ids, attention_mask=mask).logits
                 if mask is not None:
                     logits = logits * mask[..., None]
-                sinks = [layer.self_attn.sinks for layer in model.model.layers]
-                found.append((logits.detach(), torch.autograd.grad(logits.square().mean(), sinks)))
+                made = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+                found.append((logits.detach(), dict(zip((name for name, _ in model.named_parameters()), made))))
             torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
-            for mine, theirs in zip(found[1][1], found[0][1]):
-                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
-                self.assertGreater(theirs.abs().max().item(), 0)
+            for name, theirs in found[0][1].items():
+                torch.testing.assert_close(found[1][1][name], theirs, rtol=1e-3, atol=1e-6)
+                if "sinks" in name:
+                    self.assertGreater(theirs.abs().max().item(), 0)
+            first = found[1][0] if first is None else first
+        return first
+
+    def test_gpt_oss(self):
+        """With padding and without, gradients of all parameters, those of the sinks too."""
+        padding = torch.ones(3, 20, dtype=torch.long)
+        padding[1, 15:] = 0
+        padding[2, :6] = 0
+        self.gpt_oss(5, (None, padding), 20)
+
+    def test_gpt_oss_with_its_own_window(self):
+        """128 keys, of more tokens than that: a query sees neither all keys nor, without a window, the same ones."""
+        padding = torch.ones(3, 200, dtype=torch.long)
+        padding[1, 150:] = 0
+        padding[2, :40] = 0
+        narrow = self.gpt_oss(128, (None, padding), 200)
+        wide = self.gpt_oss(300, (None,), 200)
+        self.assertTrue(torch.allclose(wide[:, :128], narrow[:, :128], rtol=1e-4, atol=1e-5))
+        self.assertGreater((wide[:, 128:] - narrow[:, 128:]).abs().amax(-1).min().item(), 1e-5)
 
 
 if __name__ == "__main__":

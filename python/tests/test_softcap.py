@@ -197,7 +197,14 @@ class Gemma2(unittest.TestCase):
         return model, tokens, got
 
     def test_head_dim_256(self):
-        self.compare(256, False)
+        """Without gradients as in generate(), and with those of all parameters. The cap is used in both."""
+        _, _, logits = self.compare(256, False)
+        model, tokens, recorded = self.compare(256, True)
+        self.assertTrue(torch.equal(recorded, logits))
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        with torch.no_grad():
+            self.assertGreater((model(input_ids=tokens).logits - logits).abs().max().item(), 1e-3)
 
     def test_head_dim_64_with_gradients(self):
         model, tokens, logits = self.compare(64, True)
@@ -213,7 +220,8 @@ class Gemma2(unittest.TestCase):
     def test_padding_and_packed_sequences(self):
         padding = torch.ones(3, 20, dtype=torch.int64)
         padding[1, :6] = padding[2, :11] = 0
-        self.compare(64, True, attention_mask=padding)
+        for head_dim in (64, 256):
+            self.compare(head_dim, True, attention_mask=padding)
         positions = torch.cat([torch.arange(n) for n in (7, 4, 9)]).expand(3, -1)
         self.compare(64, True, position_ids=positions, use_cache=False)
 

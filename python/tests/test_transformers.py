@@ -272,7 +272,6 @@ class Transformers(unittest.TestCase):
                     "attention_mask": torch.tensor([[0] * 3 + [1] * 17]),
                 },
             ),
-            ("numbers that are added to scores", {"attention_mask": torch.ones(1, 1, 20, 20)}),
             ("attention_mask is a Tensor", {"attention_mask": torch.zeros(1, 1, 20, 20, dtype=torch.int64)}),
             ("output_attentions", {"output_attentions": True}),
         ):

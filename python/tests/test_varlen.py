@@ -13,7 +13,7 @@ except ImportError:
     torch = None
 else:
     from definition import causal_keep, reference
-    from hopper_attention import attention, attention_varlen
+    from hopper_attention import _varlen, attention, attention_varlen
 
 # Sequences of both sides: rows, and used rows. Two are empty on one side, and the last one is not used at all.
 ROWS_Q, ROWS_KV = (3, 0, 9, 4, 5), (5, 2, 9, 0, 6)
@@ -120,6 +120,33 @@ class Varlen(Base):
                 finally:
                     torch.use_deterministic_algorithms(False)
         self.assertEqual([more["deterministic"] for more in made], [0, 1, 1])
+
+    def test_the_cpu_ignores_a_margin(self):
+        """Both passes are asked for it, alone, with sinks and with a bias, and give the same bits."""
+        asked = []
+        of = _varlen.packed_problem
+
+        def noted(*arguments, **fields):
+            asked.append(fields["sm_margin"])
+            return of(*arguments, **fields)
+
+        for more in ({}, {"s_aux": torch.randn(4)}, {"bias": torch.randn(4, 1, 12)}, {"softcap": 3.0}):
+            leaves = self.qkv(grad=True)
+            found = []
+            for margin in (0, 500):
+                asked.clear()
+                with mock.patch.object(_varlen, "packed_problem", noted):
+                    options = {"causal": True, "return_lse": True, "sm_margin": margin, **more}
+                    o, lse = attention_varlen(*leaves, self.cu_q, self.cu_kv, **options)
+                    gradients = torch.autograd.grad(o.sum() + lse[:, 1:3].sum(), leaves)
+                # (Calls without a margin may be prepared already.)
+                self.assertEqual(asked, [margin, margin] if margin else [0] * len(asked))
+                found.append((o, lse, *gradients))
+            for got, want in zip(*found):
+                self.assertTrue(torch.equal(got, want))
+        for margin in (-1, 2**31, 2**32):
+            with self.assertRaisesRegex(ValueError, f"sm_margin: {margin}; allowed: 0 to"):
+                attention_varlen(*self.qkv(), self.cu_q, self.cu_kv, sm_margin=margin)
 
     def test_types_of_offsets(self):
         q, k, v = self.qkv()
