@@ -79,6 +79,10 @@ impl Lists {
             BlockMaskArg::Prefixes(prefixes) => {
                 Some(Self::Made(OwnedBlockLists::from_prefixes(dims, Mask::causal(), prefixes)?))
             }
+            // All batch entries have the same spans.
+            BlockMaskArg::Spans(spans) => {
+                Some(Self::Made(OwnedBlockLists::from_spans(dims, Mask::causal(), &[spans], Mask::Full)?))
+            }
         })
     }
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use hopper_attention::Device;
 use hopper_attention::reference::tolerance::Ratios;
 use hopper_attention_benches::text;
-use hopper_attention_verify::fuzz::{Drawn, Fuzz, Lab, Outcome, Problem};
+use hopper_attention_verify::fuzz::{Count, Drawn, Fuzz, Lab, Outcome, PASSES, Pairs, Problem, largest};
 use serde::{Deserialize, Serialize};
 
 use crate::args::{DeviceArg, FuzzArgs};
@@ -46,6 +46,10 @@ struct Tally {
     refused: BTreeMap<String, usize>,
     /// Why, without the numbers.
     reasons: BTreeMap<String, usize>,
+    /// What came of the problems of each pair of features.
+    pairs: Pairs,
+    /// The same by how sequences lie: packed, dense with used lengths, dense. Without problems of the quantiser.
+    lying: BTreeMap<&'static str, Count>,
     wrong: usize,
     worst: Ratios,
     /// From which share of its bound on an error is printed, and how many problems had one.
@@ -53,19 +57,57 @@ struct Tally {
     near: usize,
 }
 
-/// The largest of the shares of the bounds.
-fn largest(ratios: &Ratios) -> f64 {
-    ratios.row.max(ratios.tensor).max(ratios.rms).max(ratios.common)
+/// The longest line of a list of pairs, as long as those of their table.
+const COLUMNS: usize = 120;
+
+/// How the sequences of a problem lie.
+fn lying(problem: &Problem) -> &'static str {
+    let forward = problem.forward();
+    match () {
+        () if forward.is_packed_q() || forward.is_packed_kv() => "packed",
+        () if forward.has_lengths() => "used",
+        () => "dense",
+    }
+}
+
+/// Pieces of a text with spaces between them, and with line breaks in place of some, so that no line is longer, but for a longer
+/// piece.
+fn wrapped<'a>(pieces: impl Iterator<Item = &'a str>, columns: usize) -> String {
+    let mut lines = vec![String::new()];
+    for piece in pieces {
+        match lines.last_mut() {
+            Some(line) if line.is_empty() => line.push_str(piece),
+            Some(line) if line.chars().count() + 1 + piece.chars().count() <= columns => {
+                line.push(' ');
+                line.push_str(piece);
+            }
+            _ => lines.push(piece.into()),
+        }
+    }
+    lines.join("\n")
+}
+
+/// A reason without its numbers: it is then the same for many problems. Digits of words, such as those of e4m3, stay.
+fn without_numbers(why: &str) -> String {
+    let word = |word: &str| match word.contains(|c: char| c.is_ascii_alphabetic()) {
+        true => word.to_owned(),
+        false => word.replace(|c: char| c.is_ascii_digit(), "#"),
+    };
+    why.split(' ').map(word).collect::<Vec<_>>().join(" ")
 }
 
 impl Tally {
     fn take(&mut self, problem: &Problem, outcome: &Outcome) {
         let kind = format!("{} {}", format!("{:?}", problem.pass).to_lowercase(), problem.dtype);
+        self.pairs.take(problem, outcome);
+        if PASSES.contains(&problem.pass) {
+            self.lying.entry(lying(problem)).or_default().take(outcome);
+        }
         match outcome {
             Outcome::Judged(verdict) => {
                 *self.judged.entry(kind).or_default() += 1;
                 self.worst = self.worst.max(verdict.ratios);
-                if self.near_from.is_some_and(|from| largest(&verdict.ratios) >= from) {
+                if self.near_from.is_some_and(|from| largest(verdict) >= from) {
                     self.near += 1;
                     if self.near <= SHOWN {
                         report::line("near", format!("{problem}: {}", verdict.report));
@@ -80,7 +122,8 @@ impl Tally {
         }
     }
 
-    fn tell(&self, seed: u64, time: Duration) {
+    /// `pairs`: whether to print what came of each pair of features.
+    fn tell(&self, seed: u64, time: Duration, pairs: bool) {
         let sum = |counts: &BTreeMap<String, usize>| counts.values().sum::<usize>();
         let words = |counts: &BTreeMap<String, usize>| {
             let words: Vec<_> = counts.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
@@ -108,8 +151,34 @@ impl Tally {
                 "errors as a share of their bounds: row {row:.3}, tensor {tensor:.3}, rms {rms:.3}, common {common:.3}"
             ),
         );
+        for (lying, Count { right, wrong, refused, worst, .. }) in &self.lying {
+            let judged = right + wrong;
+            let counts = format!("{judged} judged, {wrong} of them wrong, {refused} refused");
+            report::line(lying, format!("{counts}; the largest error is {worst:.3} of its bound"));
+        }
+        if pairs {
+            self.tell_pairs();
+        }
         if let Some(from) = self.near_from {
             report::line("near", format!("{} of the problems with an error of {from} of its bound or more", self.near));
+        }
+    }
+}
+
+impl Tally {
+    fn tell_pairs(&self) {
+        report::plain(&format!("{}\n", self.pairs));
+        for pass in PASSES {
+            let mut by_reason = BTreeMap::<String, Vec<String>>::new();
+            for (why, pairs) in self.pairs.unjudged(pass) {
+                let names = pairs.iter().map(|(a, b)| format!("{a} + {b},"));
+                by_reason.entry(without_numbers(&why)).or_default().extend(names);
+            }
+            for (why, names) in by_reason {
+                let why = format!("{}, {} pairs, {why}:", format!("{pass:?}").to_lowercase(), names.len());
+                let text = wrapped(why.split(' ').chain(names.iter().map(String::as_str)), COLUMNS);
+                report::line("unjudged", text.trim_end_matches(','));
+            }
         }
     }
 }
@@ -147,6 +216,8 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
     fuzz = args.dropout.into_iter().fold(fuzz, |fuzz, dropout| fuzz.dropout(dropout.probability()));
     fuzz = args.block_mask.into_iter().fold(fuzz, Fuzz::blocks);
     fuzz = args.bias.into_iter().fold(fuzz, Fuzz::bias);
+    fuzz = args.sinks.into_iter().fold(fuzz, Fuzz::sinks);
+    fuzz = args.mask.into_iter().fold(fuzz, Fuzz::mask);
     if args.max_logits {
         fuzz = fuzz.max_logits(true);
     }
@@ -176,12 +247,12 @@ fn search(args: &FuzzArgs, device: &Device, lab: &mut Lab) -> Result<()> {
             break;
         }
         if !lab.is_alive() {
-            tally.tell(seed, since.elapsed());
+            tally.tell(seed, since.elapsed(), args.pairs);
             bail!("{}: the GPU does not answer any more", device_name(device));
         }
         left -= round;
     }
-    tally.tell(seed, since.elapsed());
+    tally.tell(seed, since.elapsed(), args.pairs);
     if let Some((mut drawn, why)) = first {
         report::line("check", format!("FAILED: {} wrong", tally.wrong));
         return failed(args, device, lab, (&mut drawn, &why));
@@ -230,5 +301,22 @@ fn replay(lab: &mut Lab, failure: &Failure) -> Result<()> {
         },
         Some(Outcome::Refused(why)) => bail!("the device does not compute it: {why}"),
         _ => bail!("the GPU does not answer"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_pairs_are_wrapped_between_pairs() {
+        let pieces = ["why:", "a + b,", "a + c,", "longer than a line,", "d"];
+        assert_eq!(wrapped(pieces.into_iter(), 11), "why: a + b,\na + c,\nlonger than a line,\nd");
+        assert_eq!(wrapped([].into_iter(), 11), "");
+    }
+
+    #[test]
+    fn reasons_lose_their_numbers() {
+        assert_eq!(without_numbers("head_dim 136 of e4m3, (8, 16)"), "head_dim ### of e4m3, (#, ##)");
     }
 }

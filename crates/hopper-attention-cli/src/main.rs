@@ -6,6 +6,7 @@ mod args;
 mod bench;
 mod blocks;
 mod compute;
+mod dropout_mask;
 mod fuzz;
 mod info;
 mod input;

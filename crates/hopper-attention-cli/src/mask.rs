@@ -5,16 +5,17 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use hopper_attention::{Band, BlockMask, DType, Dims, ForwardProblem, Mask};
+use hopper_attention::{Access, Band, BlockMask, DType, Dims, ForwardProblem, Mask, Operand, Presence, Slot};
 use png::{BitDepth, ColorType, Encoder};
 
 use crate::args::{BlockMaskArg, FileLayout, MaskArgs};
 use crate::blocks::{self, Lists, Table};
 use crate::input::TensorFile;
-use crate::layout::logical;
+use crate::layout::{axes, logical};
 use crate::output::AtomicFile;
 use crate::report;
-use crate::values::Tensors;
+use crate::request::sequences;
+use crate::values::{Tensors, lengths};
 
 /// The most rows and columns that are drawn. Of more, each stands for several.
 const MOST: usize = 64;
@@ -27,7 +28,11 @@ const MOST_LISTED: usize = 1 << 30;
 /// `hattn mask`.
 pub fn mask(args: &MaskArgs) -> Result<()> {
     if let Some(path) = &args.input {
-        let (dims, form, tensors) = of_file(path)?;
+        let input = TensorFile::open(path)?;
+        if input.layout()? == Some(FileLayout::Thd) {
+            return packed(args, path, input);
+        }
+        let (dims, form, tensors) = of_file(path, input)?;
         let lists = blocks::lists(&tensors).context("the lists of a block mask")?;
         return draw(args, dims, Some(Table::new(dims, form, lists)));
     }
@@ -47,11 +52,9 @@ pub fn mask(args: &MaskArgs) -> Result<()> {
 }
 
 /// The sizes of a file's problem, and its lists.
-fn of_file(path: &Path) -> Result<(Dims, BlockMask, Tensors)> {
-    let mut input = TensorFile::open(path)?;
+fn of_file(path: &Path, mut input: TensorFile) -> Result<(Dims, BlockMask, Tensors)> {
     let name = path.display();
     let layout = input.layout()?.unwrap_or(FileLayout::Bshd);
-    ensure!(layout != FileLayout::Thd, "input {name}: packed sequences; allowed: dense ones, which have lists");
     let shape = |tensor: &str| {
         let (_, shape) = input.tensor(tensor)?;
         let shape = <[usize; 4]>::try_from(shape).ok().map(|shape| logical(layout, shape));
@@ -77,16 +80,62 @@ fn of_file(path: &Path) -> Result<(Dims, BlockMask, Tensors)> {
     Ok((dims, form, tensors))
 }
 
+/// Draws the packed sequences of a file: all queries and all keys, of which a query keeps some of its own sequence.
+fn packed(args: &MaskArgs, path: &Path, mut input: TensorFile) -> Result<()> {
+    let name = || format!("input {}", path.display());
+    let rows = |tensor: &str| match *input.tensor(tensor)?.1 {
+        [rows, heads, _] => anyhow::Ok([rows, heads]),
+        ref other => {
+            bail!("{}: tensor `{tensor}` has shape {other:?}; allowed: {}", name(), axes(FileLayout::Thd))
+        }
+    };
+    let ([queries, heads], [keys, _]) = (rows("q")?, rows("k")?);
+    let dims = Dims::new(sequences(&input)?, queries, heads, 1).with_seqlen_kv(keys);
+    let options = ForwardProblem::builder(DType::F32, dims).packed(true);
+    let used = [Slot::SequsedQ, Slot::SequsedKv].into_iter().filter(|slot| input.has(slot.name()));
+    let options = used.fold(options, |options, slot| options.operand(slot, true));
+    let problem = options.build().with_context(name)?;
+    let mut tensors = Tensors::new();
+    for list in problem.operands().iter().filter(|list| list.dtype() == DType::I32 && is_read(list)) {
+        input.check(list.slot().name(), DType::I32, list.shape(), list.axes())?;
+        tensors.insert(list.slot(), input.read(list.slot().name(), DType::I32)?);
+    }
+    let lengths = lengths(&tensors);
+    lengths.check(&problem).with_context(name)?;
+    let mask = args.mask.unwrap_or(Mask::causal());
+    ensure!(queries.max(keys) <= MOST_PIXELS, "{queries} queries and {keys} keys; allowed: up to 2^26 of each");
+    let mut kept = vec![0..0; queries];
+    for [of_q, of_kv] in lengths.sequences(&problem) {
+        let band = mask.band(of_q.len, of_kv.len);
+        for query in 0..of_q.len {
+            let (first, end) = band.keys(query, of_kv.len);
+            kept[of_q.begin + query] = of_kv.begin + first..of_kv.begin + end;
+        }
+    }
+    let what = format!("{mask} of {} packed sequences", dims.batch);
+    let place = [args.batch_entry, args.head];
+    ensure!(place == [0, 0], "--batch-entry and --head with packed sequences, which have no lists; allowed: neither");
+    show(args, &Drawn { what, rows: Rows::Packed(kept), queries, keys, lists: None, place })
+}
+
+/// Whether a problem has an operand as an input.
+fn is_read(operand: &Operand) -> bool {
+    operand.access() == Access::Read && operand.presence() == Presence::Required
+}
+
 fn draw(args: &MaskArgs, dims: Dims, lists: Option<Table<'_>>) -> Result<()> {
     for (option, at, size) in [("--batch-entry", args.batch_entry, dims.batch), ("--head", args.head, dims.heads_q)] {
         ensure!(at < size, "{option} {at}; allowed: 0 to below {size}");
     }
     let default = if lists.is_some() { Mask::Full } else { Mask::causal() };
-    let drawn = Drawn::new(args.mask.unwrap_or(default), dims, lists, [args.batch_entry, args.head]);
+    show(args, &Drawn::new(args.mask.unwrap_or(default), dims, lists, [args.batch_entry, args.head]))
+}
+
+fn show(args: &MaskArgs, drawn: &Drawn<'_>) -> Result<()> {
     match &args.png {
         None => report::plain(&drawn.picture()),
         Some(path) => {
-            let (queries, keys) = (dims.seqlen_q, dims.seqlen_kv);
+            let (queries, keys) = (drawn.queries, drawn.keys);
             let pixels = queries.checked_mul(keys).filter(|pixels| (1..=MOST_PIXELS).contains(pixels));
             ensure!(pixels.is_some(), "--png takes 1 to 2^26 pairs of query and key, not {queries} x {keys}");
             AtomicFile::create(path)?.finish(|writer| drawn.png(writer))?;
@@ -96,10 +145,19 @@ fn draw(args: &MaskArgs, dims: Dims, lists: Option<Table<'_>>) -> Result<()> {
     Ok(())
 }
 
+/// The keys that a mask keeps for each query.
+enum Rows {
+    /// Of one sequence.
+    Dense(Band),
+    /// Of packed ones, by the query's number among all.
+    Packed(Vec<Range<usize>>),
+}
+
 /// What is drawn: a mask, and lists of blocks where there are any.
 struct Drawn<'a> {
-    mask: Mask,
-    band: Band,
+    /// The mask, in words.
+    what: String,
+    rows: Rows,
     queries: usize,
     keys: usize,
     lists: Option<Table<'a>>,
@@ -110,12 +168,17 @@ struct Drawn<'a> {
 impl<'a> Drawn<'a> {
     fn new(mask: Mask, dims: Dims, lists: Option<Table<'a>>, place: [usize; 2]) -> Self {
         let (queries, keys) = (dims.seqlen_q, dims.seqlen_kv);
-        Self { mask, band: mask.band(queries, keys), queries, keys, lists, place }
+        let beside = if lists.is_some() { " and lists of blocks" } else { "" };
+        let (what, rows) = (format!("{mask}{beside}"), Rows::Dense(mask.band(queries, keys)));
+        Self { what, rows, queries, keys, lists, place }
     }
 
     /// How many of some keys a query keeps.
     fn kept(&self, query: usize, keys: Range<usize>) -> usize {
-        let (first, end) = self.band.keys(query, self.keys);
+        let (first, end) = match &self.rows {
+            Rows::Dense(band) => band.keys(query, self.keys),
+            Rows::Packed(rows) => (rows[query].start, rows[query].end),
+        };
         let (first, end) = (first.max(keys.start), end.min(keys.end));
         let [batch, head] = self.place;
         match &self.lists {
@@ -127,11 +190,10 @@ impl<'a> Drawn<'a> {
 
     /// A row of text for each query, or for several: `#` where all pairs are kept, `+` where some are, `.` where none is.
     fn picture(&self) -> String {
-        let Self { mask, queries, keys, lists, .. } = self;
+        let Self { what, queries, keys, .. } = self;
         let (rows, columns) = (queries.div_ceil(MOST).max(1), keys.div_ceil(MOST).max(1));
         let kept: u64 = (0..*queries).map(|query| self.kept(query, 0..*keys) as u64).sum();
-        let beside = if lists.is_some() { " and lists of blocks" } else { "" };
-        let mut text = format!("{mask}{beside}, {queries} queries, {keys} keys, {kept} pairs kept\n");
+        let mut text = format!("{what}, {queries} queries, {keys} keys, {kept} pairs kept\n");
         if rows > 1 || columns > 1 {
             writeln!(text, "a character is {rows} queries and {columns} keys").expect("memory takes all");
         }

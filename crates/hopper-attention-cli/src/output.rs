@@ -6,7 +6,6 @@ use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use hopper_attention::DType;
 use serde_json::json;
 use tempfile::{Builder, NamedTempFile};
 
@@ -104,8 +103,8 @@ fn followed(path: &Path) -> Result<PathBuf> {
 pub struct NamedTensor<'a> {
     /// Its key in the file.
     pub name: &'a str,
-    /// bf16, f16 or f32.
-    pub dtype: DType,
+    /// The name of its element type: bf16, f16, f32, i32 or u8.
+    pub dtype: &'static str,
     /// Its shape in the file.
     pub shape: Vec<usize>,
     /// Its values in C order, little-endian.
@@ -124,7 +123,7 @@ pub fn write_safetensors(
     let mut offset = 0;
     for tensor in tensors {
         let end = offset + tensor.bytes.len();
-        let dtype = tensor.dtype.name().to_uppercase();
+        let dtype = tensor.dtype.to_uppercase();
         header
             .insert(tensor.name.into(), json!({"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, end]}));
         offset = end;

@@ -94,7 +94,7 @@ pub fn random(args: &RandomArgs) -> Result<()> {
     let shape = |operand| shape_in_file(layout, operand);
     let named = inputs.iter().zip(&drawn).map(|(operand, values)| NamedTensor {
         name: operand.slot().name(),
-        dtype: operand.dtype(),
+        dtype: operand.dtype().name(),
         shape: shape(operand),
         bytes: values.bytes(),
     });

@@ -224,7 +224,7 @@ fn bias(input: &TensorFile, packed: bool) -> Result<Option<Bias>> {
 }
 
 /// The number of packed sequences in a file: one less than there are offsets.
-fn sequences(input: &TensorFile) -> Result<usize> {
+pub fn sequences(input: &TensorFile) -> Result<usize> {
     let name = Slot::CuSeqlensQ.name();
     match *input.tensor(name)?.1 {
         [offsets] if offsets > 0 => Ok(offsets - 1),

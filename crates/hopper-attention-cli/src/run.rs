@@ -10,6 +10,7 @@ use hopper_attention::{BackwardProblem, ForwardProblem, Lengths, Mask, Operand, 
 use crate::args::{CheckArgs, ComputeArgs, RunArgs};
 use crate::blocks;
 use crate::compute::{self, Plan, compute};
+use crate::dropout_mask::Kept;
 use crate::input;
 use crate::judge::{judge, judge_gradients, tell_accuracy, verdict};
 use crate::layout::{is_in_files_order, shape_in_file};
@@ -21,17 +22,22 @@ use crate::values::{Tensors, Values, lengths, tensor};
 
 /// `hattn run`.
 pub fn run(args: &RunArgs) -> Result<()> {
-    attention(&args.compute, Some(&args.output), false)
+    attention(&args.compute, Some(&args.output), false, args.dropout_mask)
 }
 
 /// `hattn check`.
 pub fn check(args: &CheckArgs) -> Result<()> {
-    attention(&args.compute, args.output.as_deref(), true)
+    attention(&args.compute, args.output.as_deref(), true, false)
 }
 
-/// Finds every reason to refuse before it reads the tensors, then computes.
-fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<()> {
+/// Finds every reason to refuse before it reads the tensors, then computes. `dropout_mask`: whether the output also has what
+/// dropout keeps.
+fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool, dropout_mask: bool) -> Result<()> {
     let mut request = Request::new(args)?;
+    ensure!(
+        !dropout_mask || request.problem.dropout().is_some(),
+        "--dropout-mask without dropout; allowed: --dropout above 0, or an input whose metadata has it"
+    );
     let tuning = args.tuning.as_deref().map(input::tuning).transpose()?.unwrap_or_default();
     let choice = choose(args.device, &request, &tuning)?;
     let output = match output {
@@ -48,7 +54,10 @@ fn attention(args: &ComputeArgs, output: Option<&Path>, check: bool) -> Result<(
         Slot::Bias => warn_nan(*slot, values),
         _ => warn_nonfinite(*slot, values),
     });
-    execute(args, &request, &choice, tensors, output, check)
+    let kept =
+        dropout_mask.then(|| report::busy("drawing the mask of dropout", || Kept::new(&request.problem, &tensors)));
+    let kept = kept.transpose()?;
+    execute(args, &request, &choice, tensors, output.map(|(path, file)| (path, file, kept)), check)
 }
 
 fn execute(
@@ -56,7 +65,7 @@ fn execute(
     request: &Request,
     choice: &Choice,
     mut tensors: Tensors,
-    output: Option<(&Path, AtomicFile)>,
+    output: Option<(&Path, AtomicFile, Option<Kept>)>,
     check: bool,
 ) -> Result<()> {
     let Request { layout, problem, backward, .. } = request;
@@ -83,8 +92,8 @@ fn execute(
         tell_speed("backward ", time, repeat, backward_flops(plan.problem(), pairs));
     }
 
-    if let Some((path, file)) = output {
-        report::busy("writing", || write(file, request, &tensors))?;
+    if let Some((path, file, kept)) = output {
+        report::busy("writing", || write(file, request, &tensors, kept.as_ref()))?;
         let text = |operand: &Operand| {
             let order = if is_in_files_order(operand) { format!(" {}", layout.name()) } else { String::new() };
             format!("{} {} {:?}{order}", operand.slot(), operand.dtype(), shape_in_file(*layout, operand))
@@ -97,7 +106,8 @@ fn execute(
         };
         let of_bias = backward.as_ref().is_some_and(BackwardProblem::wants_d_bias);
         let of_bias = if of_bias { ", dbias as bias" } else { "" };
-        report::line("output", format!("{}: {}{beside}{of_bias}", path.display(), written.join(", ")));
+        let of_dropout = kept.map(|kept| format!(", {} u8 {:?}", Kept::NAME, kept.shape)).unwrap_or_default();
+        report::line("output", format!("{}: {}{beside}{of_bias}{of_dropout}", path.display(), written.join(", ")));
     }
     if !check {
         return Ok(());
@@ -158,8 +168,8 @@ fn warn_nan(slot: Slot, values: &Values) {
     }
 }
 
-/// Writes what was computed: the gradients, then the rest from the last to the first.
-fn write(file: AtomicFile, request: &Request, tensors: &Tensors) -> Result<()> {
+/// Writes what was computed: the gradients, then the rest from the last to the first, then what dropout keeps.
+fn write(file: AtomicFile, request: &Request, tensors: &Tensors, kept: Option<&Kept>) -> Result<()> {
     let Request { layout, problem, backward, .. } = request;
     let metadata: BTreeMap<String, String> = [
         ("layout", layout.name().to_string()),
@@ -174,9 +184,10 @@ fn write(file: AtomicFile, request: &Request, tensors: &Tensors) -> Result<()> {
     let written = backward.iter().flat_map(outputs).chain(outputs(&forward).rev()).map(|operand| {
         let values = tensor(tensors, operand.slot())?;
         let (name, shape) = (operand.slot().name(), shape_in_file(*layout, operand));
-        Ok(NamedTensor { name, dtype: operand.dtype(), shape, bytes: values.bytes() })
+        Ok(NamedTensor { name, dtype: operand.dtype().name(), shape, bytes: values.bytes() })
     });
-    let written: Vec<NamedTensor> = written.collect::<Result<_>>()?;
+    let mut written: Vec<NamedTensor> = written.collect::<Result<_>>()?;
+    written.extend(kept.map(Kept::named));
     file.finish(|writer| write_safetensors(writer, &metadata, &written))
 }
 

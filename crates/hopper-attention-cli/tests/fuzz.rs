@@ -22,6 +22,64 @@ fn lists_of_blocks_may_be_given() {
 }
 
 #[test]
+fn masks_and_sinks_may_be_given() {
+    let line = "fuzz --device cpu --problems 24 --seed 3 --mask chunk:9:top-left --sinks ten --near 0";
+    let text = hattn(line.split(' ')).fine();
+    let problems: Vec<_> =
+        text.lines().filter(|line| line.starts_with("near     ") && line.contains(" seed ")).collect();
+    assert!(problems.len() == 20 && text.contains("passed: 0 wrong"), "{text}");
+    for problem in problems {
+        assert!(problem.contains(" chunk 9 top-left ") && problem.contains(" sinks Ten"), "{problem}");
+    }
+    for (option, allowed) in [
+        ("--sinks some", "sinks `some`; allowed: none, normal, zero, nothing, ten, large, mixed"),
+        ("--mask some", "allowed: full, causal[:top-left]"),
+    ] {
+        let ran = hattn(format!("fuzz --device cpu --problems 1 {option}").split(' '));
+        assert!(ran.code == Some(2) && ran.stderr.contains(allowed), "{ran:?}");
+    }
+}
+
+#[test]
+fn pairs_of_features_are_counted() {
+    let text = hattn("fuzz --device cpu --problems 40 --seed 3 --sinks normal --pairs".split(' ')).fine();
+    let table = text.find("\npair ").map(|at| &text[at..]).expect("a table");
+    assert!(table.lines().all(|line| line.chars().count() <= 132), "{text}");
+    // The numbers of a row, of a pass after the other: right, wrong, refused, and the largest error.
+    let row = |name: &str| -> Vec<f64> {
+        let row = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{name} in {text}"));
+        row.split_whitespace().map(|cell| if cell == "-" { -1.0 } else { cell.parse().expect("a number") }).collect()
+    };
+    // All problems have sinks, and one of five masks.
+    let (mut right, mut worst) = (0.0, 0.0_f64);
+    for mask in ["full", "causal", "window", "chunked", "prefix"] {
+        let cells = row(&format!("sinks + {mask} "));
+        assert_eq!(cells.len(), 12, "{cells:?}");
+        for cells in cells.chunks(4) {
+            right += cells[0];
+            worst = worst.max(cells[3]);
+            assert_eq!(cells[1..3], [0.0; 2], "{cells:?}");
+        }
+    }
+    assert!(right == 40.0 && (0.01..1.0).contains(&worst), "{right} {worst}");
+    assert_eq!(row("sinks + max_logits ")[4..8], [-1.0; 4]);
+    // By how the sequences lie: as many in all, and the same largest error.
+    let (mut judged, mut largest) = (0, 0.0_f64);
+    for lying in ["packed   ", "used     ", "dense    "] {
+        let Some(line) = text.lines().find_map(|line| line.strip_prefix(lying)) else { continue };
+        judged += line.split(' ').next().and_then(|word| word.parse::<usize>().ok()).expect("a count");
+        let error = line.split(' ').rev().nth(3).and_then(|word| word.parse::<f64>().ok());
+        largest = largest.max(error.unwrap_or_else(|| panic!("a number in {line}")));
+    }
+    assert!(judged == 40 && largest == worst, "{judged} {largest} {worst}: {text}");
+    // Lists with packed sequences are refused, by name. (Long lines are wrapped.)
+    let words = table.split_whitespace().collect::<Vec<_>>().join(" ");
+    let refused = "unjudged fp8, 2 pairs, refused: unsupported: a block mask with packed sequences or used lengths; \
+                   nearest: one of them: blocks + packed, blocks + used lengths";
+    assert!(words.contains(refused) && words.contains(" refused: unsupported: alibi with e4m3 operands;"), "{text}");
+}
+
+#[test]
 fn a_written_problem_is_run_again() {
     let folder = Folder::new();
     let path = folder.path("wrong.json");

@@ -4,7 +4,8 @@ mod common;
 
 use std::path::Path;
 
-use common::{Folder, hattn, hattn_on};
+use common::{Folder, bytes, hattn, hattn_on};
+use safetensors::Dtype;
 
 /// The pixels of a picture: whether each pair is kept. Row after row.
 fn pixels(path: &Path) -> Vec<Vec<bool>> {
@@ -88,8 +89,6 @@ fn slices_are_drawn_written_and_computed() {
     }
     let plain = folder.random("plain.safetensors", "--seqlen-q 20 --heads-q 1 --head-dim 8");
     hattn_on("mask", &plain, None).refused(&["no lists of a block mask"]);
-    let packed = folder.random("packed.safetensors", "--seqlen-q 20 --heads-q 1 --head-dim 8 --packed");
-    hattn_on("mask", &packed, None).refused(&["packed sequences; allowed: dense ones"]);
 
     let refused = |text: &str, error: &str| {
         std::fs::write(&file, text).expect("a folder of the test's own");
@@ -127,4 +126,68 @@ fn prefixes_differ_between_batch_entries() {
     assert!(checked.contains("per batch") && checked.contains("passed"), "{checked}");
     let line = format!("random --output {} {options} --block-mask prefixes:0,70", path.display());
     hattn(line.split_whitespace()).refused(&["prefixes: shape [2], expected [3] [batch]"]);
+}
+
+/// A query of a packed sequence keeps keys of its own sequence alone, as the mask has it for so many queries and keys.
+#[test]
+fn packed_sequences_are_drawn() {
+    let folder = Folder::new();
+    let list = |numbers: &[i32]| numbers.iter().flat_map(|number| number.to_le_bytes()).collect::<Vec<u8>>();
+    let file = |used: &[(&'static str, Dtype, &'static [usize], Vec<u8>)]| {
+        let tensors: [(&str, Dtype, &[usize], Vec<u8>); 4] = [
+            ("q", Dtype::F32, &[7, 1, 2], bytes(&[0.0; 14])),
+            ("k", Dtype::F32, &[9, 1, 2], bytes(&[0.0; 18])),
+            ("cu_seqlens_q", Dtype::I32, &[4], list(&[1, 3, 3, 7])),
+            ("cu_seqlens_kv", Dtype::I32, &[4], list(&[0, 4, 5, 9])),
+        ];
+        folder.typed("packed.safetensors", Some("thd"), &[&tensors[..], used].concat())
+    };
+    let rows = [".........", "###......", "####.....", ".....#...", ".....##..", ".....###.", ".....####"];
+    let text = |what: &str, pairs: usize, rows: &[&str]| {
+        format!("{what} of 3 packed sequences, 7 queries, 9 keys, {pairs} pairs kept\n{}\n", rows.join("\n"))
+    };
+    let input = file(&[]);
+    assert_eq!(hattn_on("mask", &input, None).fine(), text("causal", 17, &rows));
+    let window = [".........", "..##.....", "...#.....", ".....##..", "......##.", ".......##", "........#"];
+    assert_eq!(hattn_on("mask --mask window:0,1", &input, None).fine(), text("window left 0 right 1", 10, &window));
+    let path = folder.path("mask.png");
+    hattn_on(&format!("mask --png {}", path.display()), &input, None).fine();
+    let drawn = pixels(&path);
+    let of_row = |row: &&str| row.chars().map(|kept| kept == '#').collect::<Vec<_>>();
+    assert_eq!(drawn, rows.iter().map(of_row).collect::<Vec<_>>());
+    hattn_on("mask --head 1", &input, None).refused(&["--head with packed sequences"]);
+
+    let input = file(&[("seqused_kv", Dtype::I32, &[3], list(&[4, 0, 2]))]);
+    let used = [".........", "###......", "####.....", ".........", ".........", ".....#...", ".....##.."];
+    assert_eq!(hattn_on("mask", &input, None).fine(), text("causal", 10, &used));
+    let input = file(&[("seqused_kv", Dtype::I32, &[3], list(&[4, 0, 5]))]);
+    hattn_on("mask", &input, None).refused(&["packed.safetensors", "seqused_kv: 5 at 2"]);
+    let random = folder.random("random.safetensors", "--seqlen-q 20 --heads-q 1 --head-dim 8 --packed");
+    assert!(
+        hattn_on("mask", &random, None).fine().starts_with("causal of 1 packed sequences, 20 queries, 20 keys, 210")
+    );
+}
+
+/// Tokens of a span see each other in both directions, and others the keys up to their own.
+#[test]
+fn spans_are_drawn_written_and_computed() {
+    let folder = Folder::new();
+    let keep = |q: usize, kv: usize| {
+        let span = |range: std::ops::Range<usize>| range.contains(&q) && range.contains(&kv);
+        kv <= q || span(3..9) || span(120..150)
+    };
+    let path = folder.path("mask.png");
+    let line = format!("mask --seqlen-q 160 --block-mask spans:3-9,120-150 --png {}", path.display());
+    hattn(line.split_whitespace()).fine();
+    let rows = pixels(&path);
+    assert!((0..160).all(|q| (0..160).all(|kv| rows[q][kv] == keep(q, kv))));
+    let options = "--batch 2 --seqlen-q 160 --heads-q 2 --head-dim 8 --dtype f32 --backward";
+    let input = folder.random("qkv.safetensors", &format!("{options} --block-mask spans:3-9,120-150"));
+    hattn_on(&format!("mask --batch-entry 1 --png {}", path.display()), &input, None).fine();
+    assert_eq!(pixels(&path), rows);
+    let checked = hattn_on("check --backward --device cpu", &input, None).fine();
+    assert!(checked.contains("block_mask") && checked.contains("passed"), "{checked}");
+    hattn("mask --seqlen-q 20 --block-mask spans:3-21".split(' ')).refused(&["spans: 3 to 21, span 0"]);
+    let ran = hattn("mask --block-mask spans:3".split(' '));
+    assert!(ran.code == Some(2) && ran.stderr.contains("allowed: spans:A-B,A-B"), "{ran:?}");
 }

@@ -8,9 +8,10 @@
 mod on_cpu;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+mod pairs;
 mod problem;
 
-use hopper_attention::Device;
+use hopper_attention::{Device, Mask};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use rayon::prelude::*;
@@ -21,7 +22,9 @@ use crate::blocks::Blocks;
 use crate::case::Case;
 use crate::case::random::{listed, runner};
 use crate::ready::Verdict;
+use crate::sinks::Sinks;
 
+pub use pairs::{Count, FEATURES, PASSES, Pairs, example, features, is_pair, largest, pairs};
 pub use problem::{Fp8, Launch, Pass, Problem};
 
 /// How many steps are taken to make a problem smaller.
@@ -187,6 +190,18 @@ impl Fuzz {
         self.with(move |case| case.dropout = probability)
     }
 
+    /// Gives all problems this mask in place of the drawn one.
+    #[must_use]
+    pub fn mask(self, mask: Mask) -> Self {
+        self.with_any(move |problem| problem.case.mask = mask)
+    }
+
+    /// Gives all problems sinks of this kind in place of the drawn ones.
+    #[must_use]
+    pub fn sinks(self, sinks: Sinks) -> Self {
+        self.with_any(move |problem| problem.case.sinks = sinks)
+    }
+
     /// Asks all problems for the maximum logits, or none of them. Problems with e4m3 operands have none.
     #[must_use]
     pub fn max_logits(self, wanted: bool) -> Self {
@@ -298,35 +313,15 @@ mod tests {
         }
     }
 
-    /// What a problem computes beside the plain softmax, by name.
+    /// What a problem computes beside the plain softmax, and its pass, by name.
     fn modifiers(problem: &Problem) -> Vec<&'static str> {
-        let Problem { pass, case, .. } = problem;
-        let forward = problem.forward();
-        let used = case.packing.seqused_q.is_some() || case.packing.seqused_kv.is_some();
-        let packed = case.packing.cu_seqlens_q.is_some() || case.packing.cu_seqlens_kv.is_some();
-        [
-            (forward.softcap() != 0.0, "softcap"),
-            (forward.alibi().is_some(), "alibi"),
-            (forward.sinks().is_some(), "sinks"),
-            // Gradients have nothing to do with these.
-            (forward.wants_max_logits() && *pass == Pass::Forward, "max_logits"),
-            (forward.block_mask().is_some(), "blocks"),
-            (forward.bias().is_some(), "bias"),
-            (forward.dropout().is_some(), "dropout"),
-            (packed, "packed"),
-            (used, "used lengths"),
-            (forward.mask() == hopper_attention::Mask::Full, "full"),
-            (matches!(forward.mask(), hopper_attention::Mask::Causal { .. }), "causal"),
-            (matches!(forward.mask(), hopper_attention::Mask::Window { .. }), "window"),
-            (matches!(forward.mask(), hopper_attention::Mask::Chunked { .. }), "chunked"),
-            (matches!(forward.mask(), hopper_attention::Mask::Prefix { .. }), "prefix"),
-            (*pass == Pass::Forward, "forward"),
-            (*pass == Pass::Backward, "backward"),
-            (*pass == Pass::Fp8, "fp8"),
-        ]
-        .into_iter()
-        .filter_map(|(is, name)| is.then_some(name))
-        .collect()
+        let pass = match problem.pass {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+            Pass::Fp8 => "fp8",
+            Pass::Quantize => "quantize",
+        };
+        features(problem).into_iter().chain([pass]).collect()
     }
 
     /// Pairs that no problem has: of two masks and of two passes, and those that the library refuses.
@@ -337,6 +332,8 @@ mod tests {
             || both(&passes, &passes)
             || both(&["fp8"], &["alibi", "max_logits", "bias", "dropout"])
             || both(&["backward"], &["max_logits"])
+            || both(&["forward", "fp8"], &["deterministic"])
+            || both(&["max_logits"], &["deterministic"])
             || both(&["blocks"], &["packed", "used lengths"])
     }
 
@@ -353,7 +350,7 @@ mod tests {
                     names[i + 1..].iter().for_each(|b| *pairs.entry((*a, *b)).or_default() += 1);
                 }
             }
-            assert_eq!(seen.len(), 17, "{seen:?}");
+            assert_eq!(seen.len(), FEATURES.len() + PASSES.len(), "{seen:?}");
             let all = seen.iter().flat_map(|a| seen.iter().map(move |b| (*a, *b))).filter(|(a, b)| a < b);
             for (a, b) in all {
                 let drawn = pairs.get(&(a, b)).or(pairs.get(&(b, a))).copied().unwrap_or(0);
@@ -378,6 +375,17 @@ mod tests {
                 with += usize::from(has);
             }
             assert!(with > 20 || blocks.is_none(), "{with} of 200");
+        }
+    }
+
+    #[test]
+    fn masks_and_sinks_may_be_given() {
+        for (mask, sinks) in [(Mask::chunked(7), Sinks::None), (Mask::causal(), Sinks::Ten)] {
+            let mut fuzz = Fuzz::new(5, true).mask(mask).sinks(sinks);
+            for problem in (0..200).map(|_| fuzz.draw().unwrap().problem()) {
+                let forward = problem.forward();
+                assert_eq!((forward.mask(), forward.sinks().is_none()), (mask, sinks.is_none()), "{problem}");
+            }
         }
     }
 

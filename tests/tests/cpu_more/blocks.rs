@@ -71,9 +71,9 @@ fn random_cases_keep_the_tolerance() {
 }
 
 /// A way to read lists wrong, by the name of what is wrong.
-type Mistake = (&'static str, fn(&mut BlocksImage));
+pub type Mistake = (&'static str, fn(&mut BlocksImage));
 
-const MISTAKES: [Mistake; 5] = [
+pub const MISTAKES: [Mistake; 5] = [
     ("the last full block is forgotten", |lists| {
         lists.inner_mut(Slot::FullBlockCnt).unwrap().iter_mut().for_each(|count| *count = (*count - 1).max(0));
     }),

@@ -4,6 +4,7 @@
 mod alibi;
 mod bias;
 mod blocks;
+mod combinations;
 mod dropout;
 mod edges;
 mod sinks;

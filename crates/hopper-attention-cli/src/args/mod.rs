@@ -14,8 +14,9 @@ use hopper_attention_verify::alibi::Alibi;
 use hopper_attention_verify::bias::Bias;
 use hopper_attention_verify::blocks::Blocks;
 use hopper_attention_verify::inputs::Class;
+use hopper_attention_verify::sinks::Sinks;
 
-use words::{parse_mask, parse_share, parse_softcap};
+use words::{parse_mask, parse_share, parse_sinks, parse_softcap};
 
 /// Exact attention on tensor files: O = softmax(mask(scale * Q K^T)) V, and its gradients.
 #[derive(Debug, Parser)]
@@ -78,17 +79,25 @@ pub struct RunArgs {
     /// [batch, heads_q, seqlen_q]. With --backward also d_q, d_k and d_v, each like the tensor that it is the gradient of.
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
+    /// Also write dropout_mask, u8 [batch, heads_q, seqlen_q, seqlen_kv]: 1 for each pair of query and key that dropout keeps, else 0
+    ///
+    /// Of packed sequences it is [sequences, heads_q, longest, longest], with queries and keys counted from the first of their
+    /// sequence. It takes a byte a pair, up to 2^32 of them.
+    #[arg(long)]
+    pub dropout_mask: bool,
 }
 
 #[derive(Debug, Args)]
 pub struct MaskArgs {
-    /// The mask, as `run` takes it [default: causal, or full beside lists of blocks]
+    /// The mask, as `run` takes it [default: causal, or full beside lists of blocks]. Of packed sequences it is that of each
     #[arg(long, value_parser = parse_mask)]
     pub mask: Option<Mask>,
     /// Lists of blocks beside the mask, as `random` takes them (of seed 0)
     #[arg(long, value_name = "KIND")]
     pub block_mask: Option<BlockMaskArg>,
     /// Lists of blocks beside the mask: those of a safetensors file. Its q and k say how many queries and keys there are
+    ///
+    /// With layout thd the file has no lists: what is drawn are all of its sequences, one after the other.
     #[arg(long, short, value_name = "FILE", conflicts_with_all = ["block_mask", "seqlen_q", "seqlen_kv"])]
     pub input: Option<PathBuf>,
     /// The batch entry whose lists are drawn
@@ -254,6 +263,13 @@ pub struct FuzzArgs {
     /// one]
     #[arg(long, value_name = "KIND")]
     pub bias: Option<Bias>,
+    /// The mask of all problems, as `run` takes it [default: drawn]
+    #[arg(long, value_parser = parse_mask)]
+    pub mask: Option<Mask>,
+    /// The attention sinks of all problems: none, normal, zero, nothing (-inf), ten, large (700 and -700) or mixed (also NaN and
+    /// inf) [default: drawn, one problem in two has none]
+    #[arg(long, value_name = "KIND", value_parser = parse_sinks)]
+    pub sinks: Option<Sinks>,
     /// The probability of dropout of all problems but those of e4m3 operands; 0: none [default: drawn, one problem in four
     /// has some]
     #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = parse_dropout)]
@@ -267,10 +283,13 @@ pub struct FuzzArgs {
     /// Print also the problems with an error of at least this share of its bound, such as 0.77
     #[arg(long, value_name = "SHARE", value_parser = parse_share)]
     pub near: Option<f64>,
+    /// Print also how many problems with each pair of features were judged right, wrong and refused, and which pairs were not judged
+    #[arg(long)]
+    pub pairs: bool,
     /// Run the problem of this file again, which an earlier run wrote
     #[arg(long, value_name = "FILE", conflicts_with_all = [
-        "seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "dropout", "max_logits", "keep_going", "near",
-        "output",
+        "seconds", "problems", "seed", "softcap", "alibi", "block_mask", "bias", "mask", "sinks", "dropout", "max_logits",
+        "keep_going", "near", "pairs", "output",
     ])]
     pub replay: Option<PathBuf>,
     /// Where a wrong problem is written, as JSON
@@ -337,8 +356,8 @@ pub struct RandomArgs {
     /// Also write alibi_slopes, f32 [heads_q]: 2^(-8 h / heads_q) of head h, from 1 on
     #[arg(long)]
     pub alibi: bool,
-    /// Also write the lists of a block-sparse mask: none, random:PERCENT, documents, all, nothing, striped, slices:FILE or
-    /// prefixes:N,N [default: none]
+    /// Also write the lists of a block-sparse mask: none, random:PERCENT, documents, all, nothing, striped, slices:FILE,
+    /// prefixes:N,N or spans:A-B,A-B [default: none]
     ///
     /// random lists so many in a hundred blocks. documents: tokens attend to those of their own document. striped: every second
     /// block of queries has no block. The seed says whether batch entries and heads have lists of their own, and whether full
@@ -347,6 +366,7 @@ pub struct RandomArgs {
     /// slices: a text file has a slice a line, five numbers Q0 Q1 K0 K1 TYPE: queries Q0 to below Q1 and keys K0 to below K1, of
     /// type 0 (full), 1 (causal: the diagonal ends in the bottom right corner), 2 (inverse causal: the diagonal begins in the top
     /// left corner) or 3 (both). prefixes: causal behind a prefix that all queries see, of so many keys for each batch entry.
+    /// spans: causal, and the tokens of a span, keys A to below B, see each other in both directions, as those of an image do.
     #[arg(long, value_name = "KIND", conflicts_with = "packed")]
     pub block_mask: Option<BlockMaskArg>,
     /// Also write bias: none, or DTYPE, DTYPE:DIMENSIONS or DTYPE:DIMENSIONS:NUMBERS, such as f32:bhq or bf16:h:hidden

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use hopper_attention::{Arch, Corner, DType, Dropout, Mask, Scaling};
 use hopper_attention_verify::blocks::Blocks;
+use hopper_attention_verify::sinks::Sinks;
 
 /// The order of the dimensions in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -159,6 +160,8 @@ pub enum BlockMaskArg {
     Slices(PathBuf),
     /// Causal behind a prefix of so many keys for each batch entry.
     Prefixes(Vec<i32>),
+    /// Causal, and tokens of a span see each other: its first key, and the one after its last.
+    Spans(Vec<[i32; 2]>),
 }
 
 impl FromStr for BlockMaskArg {
@@ -174,7 +177,17 @@ impl FromStr for BlockMaskArg {
                     || format!("prefixes `{text}`; allowed: prefixes:N,N with a count of keys for each batch entry");
                 lengths.map(Self::Prefixes).ok_or_else(wrong)
             }
-            _ => text.parse().map(Self::Kind).map_err(|error| format!("{error}, slices:FILE, prefixes:N,N")),
+            Some(("spans", spans)) => {
+                let key = |text: &str| text.parse::<u32>().ok().and_then(|key| i32::try_from(key).ok());
+                let span = |text: &str| text.split_once('-').and_then(|(first, end)| Some([key(first)?, key(end)?]));
+                let spans = spans.split(',').map(span).collect::<Option<Vec<[i32; 2]>>>();
+                let wrong = || format!("spans `{text}`; allowed: spans:A-B,A-B with keys A to below B of each");
+                spans.map(Self::Spans).ok_or_else(wrong)
+            }
+            _ => text
+                .parse()
+                .map(Self::Kind)
+                .map_err(|error| format!("{error}, slices:FILE, prefixes:N,N, spans:A-B,A-B")),
         }
     }
 }
@@ -189,6 +202,13 @@ pub fn parse_share(text: &str) -> Result<f64, String> {
 pub fn parse_softcap(text: &str) -> Result<f32, String> {
     let softcap = text.parse().ok().filter(|cap| *cap == 0.0 || (1e-3..=1e6).contains(cap));
     softcap.ok_or_else(|| format!("softcap `{text}`; allowed: 0, or 0.001 to 1000000"))
+}
+
+/// A kind of attention sinks, by the name of its variant in lower case.
+pub fn parse_sinks(text: &str) -> Result<Sinks, String> {
+    let name = |kind: &Sinks| format!("{kind:?}").to_lowercase();
+    let named = Sinks::ALL.into_iter().find(|kind| name(kind) == text);
+    named.ok_or_else(|| format!("sinks `{text}`; allowed: {}", Sinks::ALL.each_ref().map(name).join(", ")))
 }
 
 /// A probability of dropout as whole percent.
@@ -248,11 +268,27 @@ mod tests {
         for wrong in ["prefixes:", "prefixes:-1", "prefixes:3;4", "prefixes:4294967295"] {
             assert!(wrong.parse::<BlockMaskArg>().unwrap_err().ends_with("for each batch entry"), "{wrong}");
         }
+        assert_eq!("spans:3-9,20-20".parse(), Ok(BlockMaskArg::Spans(vec![[3, 9], [20, 20]])));
+        for wrong in ["spans:", "spans:3", "spans:3-", "spans:-3-5", "spans:3-9;", "spans:0-4294967295"] {
+            assert!(wrong.parse::<BlockMaskArg>().unwrap_err().ends_with("with keys A to below B of each"), "{wrong}");
+        }
         for wrong in ["slices:", "slices", "some"] {
             assert!(
-                wrong.parse::<BlockMaskArg>().unwrap_err().ends_with("striped, slices:FILE, prefixes:N,N"),
+                wrong
+                    .parse::<BlockMaskArg>()
+                    .unwrap_err()
+                    .ends_with("striped, slices:FILE, prefixes:N,N, spans:A-B,A-B"),
                 "{wrong}"
             );
+        }
+    }
+
+    #[test]
+    fn sinks() {
+        assert_eq!([parse_sinks("none"), parse_sinks("ten")], [Ok(Sinks::None), Ok(Sinks::Ten)]);
+        for wrong in ["", "Ten", "some"] {
+            let allowed = "allowed: none, normal, zero, nothing, ten, large, mixed";
+            assert!(parse_sinks(wrong).unwrap_err().ends_with(allowed), "{wrong}");
         }
     }
 

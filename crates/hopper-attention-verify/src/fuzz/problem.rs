@@ -79,6 +79,11 @@ pub struct Problem {
 impl Problem {
     /// The forward problem.
     pub fn forward(&self) -> ForwardProblem {
+        self.built().expect("a drawn problem is legal")
+    }
+
+    /// The forward problem, or why it is none.
+    pub(super) fn built(&self) -> hopper_attention::Result<ForwardProblem> {
         let options = match self.pass {
             Pass::Fp8 | Pass::Quantize => {
                 let Fp8 { scaling, half_scores, .. } = self.fp8;
@@ -91,7 +96,7 @@ impl Problem {
             Some(arch) => options.arch(arch),
             None => options,
         };
-        options.sm_margin(self.sm_margin).build().expect("a drawn problem is legal")
+        options.sm_margin(self.sm_margin).build()
     }
 }
 
