@@ -63,6 +63,7 @@ pack_into() {
   [ "$(compgen -G "$folder/*.test" | wc -l)" = $((${#packages[@]} / 2)) ] || fail "cargo did not name every test binary."
   [ -e "$folder/hattn" ] || fail "cargo did not name hattn."
   cp "$here/gpu_test.sh" "$here/count_tests.awk" fixtures/minilm_layer3.safetensors "$folder/"
+  python3 "$here/make_fixture.py" --layers "$folder/layers"
   cp examples/pytorch/*.py "$folder/pytorch/"
   rm -rf "$folder/python"
   mkdir -p "$folder/python/hopper_attention"
@@ -136,7 +137,7 @@ run_from() {
     wrap=(compute-sanitizer --tool memcheck --error-exitcode 1)
     export HATTN_TEST_GRID=${HATTN_TEST_GRID:-small}
   fi
-  export HATTN_REQUIRE_GPU=1 HATTN_TEST_PACK=$PWD HATTN_TEST_RECORD=${HATTN_TEST_RECORD:-${log%.log}.json}
+  export HATTN_REQUIRE_GPU=1 HATTN_LAYERS=$PWD/layers HATTN_TEST_PACK=$PWD HATTN_TEST_RECORD=${HATTN_TEST_RECORD:-${log%.log}.json}
   {
     cat about.txt
     echo "ran: $(date -u +%Y-%m-%dT%H:%M:%SZ), grid ${HATTN_TEST_GRID:-full}${wrap[*]:+, under ${wrap[*]}}"

