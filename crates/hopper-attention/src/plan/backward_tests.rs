@@ -444,3 +444,39 @@ fn lists_of_blocks_have_small_groups() {
     assert_eq!([64, 128].map(|head_dim| group(4096, head_dim, Some(mask))), [8, 4]);
     assert_eq!([64, 128].map(|head_dim| group(4096, head_dim, None)), [16, 16]);
 }
+
+/// The bound that [`BackwardPlan::workspace_bytes`] states, from few heads to many and to long sequences. A gradient of the bias adds
+/// nothing to it, whatever dimensions it is summed over: so nothing of the size of all pairs is in the workspace.
+#[test]
+fn the_workspace_is_as_bounded_as_stated() {
+    let adding = |row: KernelInfo| KernelInfo { modifiers: Modifiers::Always, adds_bias: [true, false], ..row };
+    let table: Vec<_> = rows().into_iter().chain(rows().into_iter().map(adding)).collect();
+    let mut cut = 0;
+    for (heads_q, heads_kv) in [(1, 1), (8, 1), (32, 8), (64, 64)] {
+        for (seqlen, head_dim) in [(512, 64), (4096, 128), (65536, 64), (200_000, 128)] {
+            let dims = Dims::new(1, seqlen, heads_q, head_dim).with_heads_kv(heads_kv);
+            for (mask, turns) in
+                [(Mask::Full, false), (Mask::causal(), false), (Mask::window(Some(500), Some(0)), true)]
+            {
+                for dimensions in [None, Some([false; 3]), Some([true, true, false]), Some([false, true, true])] {
+                    let bias = dimensions.map(|[batch, head, query]| {
+                        crate::problem::Bias::new(DType::F32).per_batch(batch).per_head(head).per_query(query)
+                    });
+                    let forward = ForwardProblem::builder(DType::BF16, dims).mask(mask).bias(bias).build().unwrap();
+                    let options = BackwardProblem::builder(&forward).deterministic(turns).d_bias(bias.is_some());
+                    let choice = select_backward(&options.build().unwrap(), &H100, &table).unwrap();
+                    let blocks = seqlen.div_ceil(choice.kernel.tile_m) * heads_q;
+                    let sums = blocks * choice.kernel.tile_m * 4 * head_dim;
+                    let shares = (choice.tiles * choice.shares) as usize;
+                    let stated = sums + blocks * (16 * choice.kernel.tile_m + 4) + 32 * shares + sums.max(256 << 20);
+                    let got = choice.workspace_bytes();
+                    assert!(got <= stated + 8 * 256, "{choice}: {got} of {stated}");
+                    assert!(got > sums, "{choice}: {got}");
+                    cut += usize::from(choice.shares > 1);
+                }
+            }
+        }
+    }
+    // Some have shares, whose sums are a part of it.
+    assert!(cut > 20, "{cut}");
+}
