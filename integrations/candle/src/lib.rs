@@ -220,7 +220,7 @@ pub fn attention_with(
 ///
 /// # Errors
 /// As [`attention`]. Also: the lists are of other sizes, or on another device, than Q, K and V. On the CPU: they hold what no
-/// lists can hold. On a GPU: a head dim above 128.
+/// lists can hold. On a GPU: gradients with a head dim above 128.
 pub fn attention_with_blocks(
     q: &Tensor,
     k: &Tensor,

@@ -58,29 +58,21 @@ fn capped_scores_are_those_of_candles_own_operations() -> Result<()> {
     Ok(())
 }
 
-/// Offsets on the GPU, and the same sequences one by one. A GPU without kernels for packed sequences refuses them by name.
+/// Offsets on the GPU, and the same sequences one by one.
 #[test]
-fn packed_sequences_are_computed_or_refused() -> Result<()> {
+fn packed_sequences_are_those_sequences_one_by_one() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
     for (dtype, bound) in [(DType::BF16, 2e-2), (DType::F16, 4e-3)] {
         for mask in [Mask::Full, Mask::causal(), Mask::window(Some(3), Some(1))] {
-            match varlen::run(&device, dtype, mask) {
-                Ok(worst) => {
-                    assert!(worst <= bound, "{dtype:?} {mask:?}: {worst}");
-                    say(&format!("{dtype:?} {mask:?}: packed and single sequences differ by at most {worst:.1e}"));
-                }
-                Err(error) => {
-                    assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
-                    say(&format!("refused: {error}"));
-                }
-            }
+            let worst = varlen::run(&device, dtype, mask)?;
+            assert!(worst <= bound, "{dtype:?} {mask:?}: {worst}");
+            say(&format!("{dtype:?} {mask:?}: packed and single sequences differ by at most {worst:.1e}"));
         }
     }
     Ok(())
 }
 
-/// Sinks with their gradient: dense, packed, and padded queries with packed keys. A GPU without kernels for packed sequences
-/// refuses them by name.
+/// Sinks with their gradient: dense, packed, and padded queries with packed keys.
 #[test]
 fn sinks_are_computed_with_their_gradient() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
@@ -89,14 +81,8 @@ fn sinks_are_computed_with_their_gradient() -> Result<()> {
         for of_sinks in [DType::F32, DType::BF16] {
             for mask in [Mask::Full, Mask::causal(), Mask::window(Some(3), Some(0))] {
                 for kind in [sinks::Kind::Dense, sinks::Kind::Packed, sinks::Kind::PaddedQ] {
-                    match sinks::run(&device, dtype, of_sinks, mask, kind) {
-                        Ok(worst) => assert!(worst <= bound, "{kind:?} {dtype:?} {of_sinks:?} {mask:?}: {worst}"),
-                        Err(error) => {
-                            assert!(kind != sinks::Kind::Dense, "{error}");
-                            assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
-                            say(&format!("refused: {error}"));
-                        }
-                    }
+                    let worst = sinks::run(&device, dtype, of_sinks, mask, kind)?;
+                    assert!(worst <= bound, "{kind:?} {dtype:?} {of_sinks:?} {mask:?}: {worst}");
                 }
             }
         }
@@ -156,9 +142,9 @@ fn a_bias_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// A bias of packed sequences, as long as the longest and longer. A GPU without kernels for it refuses it by name.
+/// A bias of packed sequences, as long as the longest and longer.
 #[test]
-fn a_packed_bias_is_computed_or_refused() -> Result<()> {
+fn a_packed_bias_is_that_of_single_sequences() -> Result<()> {
     let Some(device) = gpu() else { return Ok(()) };
     // Sums over all sequences: their rounding errors may be larger than those of O.
     for (dtype, bound) in [(DType::BF16, 4e-2), (DType::F16, 8e-3)] {
@@ -167,13 +153,8 @@ fn a_packed_bias_is_computed_or_refused() -> Result<()> {
             let causal = packed_bias::Case { mask: Mask::causal(), of_bias: dtype, ..plain };
             let together = packed_bias::Case { alibi: true, sinks: true, ..causal };
             for case in [plain, causal, together] {
-                match packed_bias::run(&device, case) {
-                    Ok(worst) => assert!(worst <= bound, "{case:?}: {worst}"),
-                    Err(error) => {
-                        assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
-                        say(&format!("refused: {error}"));
-                    }
-                }
+                let worst = packed_bias::run(&device, case)?;
+                assert!(worst <= bound, "{case:?}: {worst}");
             }
         }
     }
@@ -198,14 +179,7 @@ fn a_sequence_ends_where_its_bias_ends() -> Result<()> {
         let of = |var: &Var| gradients.get(var).expect("a gradient").clone();
         Ok::<_, candle_core::Error>(([o.detach(), of(&q), of(&k)], of(&bias)))
     };
-    let (got, want) = match (run(8, offsets([0, 3, 8], &device)?), run(7, offsets([0, 3, 7], &device)?)) {
-        (Ok(got), Ok(want)) => (got, want),
-        (Err(error), _) | (_, Err(error)) => {
-            assert!(matches!(cause(&error), Some(Error::Unsupported { .. })), "{error}");
-            say(&format!("refused: {error}"));
-            return Ok(());
-        }
-    };
+    let (got, want) = (run(8, offsets([0, 3, 8], &device)?)?, run(7, offsets([0, 3, 7], &device)?)?);
     let same = |got: &Tensor, want: &Tensor| {
         let (worst, largest) = difference(got, want)?;
         assert!(worst <= 2e-2 * largest && largest > 0.05, "{worst} of {largest}");
