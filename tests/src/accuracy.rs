@@ -6,7 +6,10 @@
 
 use std::fmt;
 
-use hopper_attention::{DType, Dims, Float, ForwardProblem, Mask};
+use hopper_attention::{
+    DType, Device, Dims, Float, ForwardArgs, ForwardProblem, Layout, Mask, OutputOf, Stream, TensorMut, TensorRef,
+    Workspace,
+};
 use rayon::prelude::*;
 
 use crate::data::{Input, Values};
@@ -247,6 +250,23 @@ impl<T: Float> Sample<T> {
     fn place(&self, i: usize) -> usize {
         let (head, query) = (i / self.queries.len(), self.queries[i % self.queries.len()]);
         (query * DRAWS + head) * self.setting.head_dim
+    }
+
+    /// O of the CPU backend.
+    pub fn on_cpu(&self) -> Vec<T>
+    where
+        T: OutputOf<T>,
+    {
+        let layout = Layout::contiguous(self.problem.q_shape()).expect("a small tensor");
+        let of_lse = Layout::contiguous(self.problem.lse_shape()).expect("a small tensor");
+        let (mut o, mut lse) = (vec![T::from_f32(0.0); layout.span()], vec![0.0_f32; of_lse.span()]);
+        let [q, k, v] = [0, 1, 2].map(|i| TensorRef::host(&self.qkv[i], layout).expect("a fitting layout"));
+        let args = ForwardArgs::new(q, k, v, TensorMut::host(&mut o, layout).expect("a fitting layout"));
+        let args = args.lse(TensorMut::host(&mut lse, of_lse).expect("a fitting layout"));
+        let plan = self.problem.plan(&Device::cpu()).expect("a plan for the CPU");
+        let mut workspace = Workspace::alloc(&Stream::Cpu, plan.workspace_bytes()).expect("memory");
+        plan.run(&Stream::Cpu, &mut workspace, args).expect("a result");
+        o
     }
 
     /// Something of each query that is compared, head after head, on all cores.

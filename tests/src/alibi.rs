@@ -4,7 +4,7 @@ use hopper_attention::{Corner, Mask};
 use hopper_attention_verify::case::random::capped;
 
 use crate::data::{Garbage, Input, Values};
-use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
+use crate::modifiers::{self, PACKINGS, SIZES, dense, of_other_masks, packed, packed_of_other_masks};
 use crate::packing::Packing;
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
@@ -49,6 +49,9 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(of_other_masks(kinds(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, alibi| {
+        with_others(case.alibi(alibi), turn, Sinks::Normal)
+    }));
     cases
 }
 
@@ -64,6 +67,9 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(packed_of_other_masks(kinds(), grid.pick(&[64][..], &[64, 128]), |turn, case, alibi| {
+        with_others(case.alibi(alibi), turn, Sinks::Mixed)
+    }));
     cases
 }
 

@@ -5,7 +5,7 @@ use hopper_attention_verify::case::random::capped;
 
 use crate::alibi::Alibi;
 use crate::blocks::{self, Blocks};
-use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
+use crate::modifiers::{self, PACKINGS, SIZES, dense, of_other_masks, packed, packed_of_other_masks};
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
 
@@ -37,6 +37,12 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    // Every seventh bias has all forms and types in the end: 7 divides none of their numbers.
+    let some = Bias::all().step_by(7);
+    cases.extend(of_other_masks(some, grid.pick(&[64][..], &[64, 128]), |turn, case, bias| {
+        let case = case.bias(bias).max_logits(turn % 3 == 1);
+        if turn % 5 == 2 { case.alibi(Alibi::Standard) } else { case }
+    }));
     cases
 }
 
@@ -56,6 +62,8 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    let some = Bias::all().skip(3).step_by(11);
+    cases.extend(packed_of_other_masks(some, grid.pick(&[64][..], &[64, 128]), |_, case, bias| case.bias(bias)));
     cases
 }
 

@@ -6,7 +6,7 @@ use hopper_attention_verify::case::random::{DROPOUTS, capped};
 
 use crate::alibi::Alibi;
 use crate::blocks::Blocks;
-use crate::modifiers::{self, PACKINGS, SIZES, dense, packed};
+use crate::modifiers::{self, PACKINGS, SIZES, dense, of_other_masks, packed, packed_of_other_masks};
 use crate::packing::Packing;
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
@@ -35,6 +35,9 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(of_other_masks(DROPOUTS.into_iter(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, p| {
+        with_others(case.dropout(p), turn)
+    }));
     cases
 }
 
@@ -49,6 +52,9 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(packed_of_other_masks(DROPOUTS.into_iter(), grid.pick(&[64][..], &[64, 128]), |turn, case, p| {
+        with_others(case.dropout(p), turn)
+    }));
     cases
 }
 

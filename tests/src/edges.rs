@@ -3,14 +3,16 @@
 //! Each is a case whose inputs are changed by hand. The CPU's tests and the GPU's hold both passes to the oracle on them.
 
 use hopper_attention::reference::Tensor;
-use hopper_attention::{Mask, MaskClass, bf16};
+use hopper_attention::{DType, Mask, MaskClass, bf16};
 
+use crate::alibi::Alibi;
 use crate::backward::{self, Prepared as Backward};
 use crate::data::{Image, Input, Poison, Values};
 use crate::inputs::Class;
 use crate::packing::Packing;
-use crate::problems::Case;
+use crate::problems::{Case, extremes};
 use crate::runner::{Outputs, Prepared as Forward};
+use crate::sinks::Sinks;
 
 /// A case whose inputs are changed.
 #[derive(Clone, Copy, Debug)]
@@ -34,12 +36,13 @@ const SEEN: usize = 50;
 const GARBAGE: usize = 110;
 
 /// All of them.
-pub const EDGES: [Edge; 5] = [
+pub const EDGES: [Edge; 6] = [
     Edge { name: "kept scores of -inf", case: hidden_case, edit: hide, backward: true },
     Edge { name: "kept scores of -inf, V garbage", case: hidden_case, edit: hide_beside_garbage, backward: false },
     Edge { name: "LSE of -inf, dO garbage", case: hidden_case, edit: hide_with_bad_gradients, backward: true },
     Edge { name: "a scale below the normal range", case: small_scale_case, edit: enlarge, backward: true },
     Edge { name: "the smallest scale", case: smallest_scale_case, edit: |_, _, _| {}, backward: true },
+    Edge { name: "a sink equal to the maximum", case: equal_sink_case, edit: score_at_most_zero, backward: true },
 ];
 
 impl Edge {
@@ -48,15 +51,66 @@ impl Edge {
         (self.case)(class, head_dims)
     }
 
+    /// The same modified. `None` where that is no problem: a cap beside a scale that is no normal number.
+    pub fn modified(&self, class: MaskClass, head_dims: HeadDims, modifier: fn(Case) -> Case) -> Option<Case> {
+        let case = modifier(self.case(class, head_dims));
+        case.options(DType::BF16).build().is_ok().then_some(case)
+    }
+
+    /// Whether the backward takes a modified case. Where all keys of a row score -inf, a sink makes its LSE finite. Its weights are 0, so
+    /// that the oracle has 0 for dQ, and 0 times a K of -inf, which is NaN, is what the CPU has.
+    pub fn takes_backward(&self, case: &Case) -> bool {
+        self.backward && (case.sinks.is_none() || !self.name.contains("-inf"))
+    }
+
     /// A forward of it.
     pub fn forward<T: Poison>(&self, class: MaskClass, head_dims: HeadDims) -> Forward<T> {
-        Forward::edited(&self.case(class, head_dims), |input, tensor| (self.edit)(class, input, tensor))
+        self.forward_of(class, self.case(class, head_dims))
+    }
+
+    /// A forward of the case after it was modified.
+    pub fn forward_of<T: Poison>(&self, class: MaskClass, case: Case) -> Forward<T> {
+        Forward::edited(&case, |input, tensor| (self.edit)(class, input, tensor))
     }
 
     /// A backward.
     pub fn backward<T: Poison>(&self, class: MaskClass, head_dims: HeadDims) -> Backward<T> {
-        Backward::edited(&self.case(class, head_dims), |input, tensor| (self.edit)(class, input, tensor))
+        self.backward_of(class, self.case(class, head_dims))
     }
+
+    /// A backward of the case after it was modified.
+    pub fn backward_of<T: Poison>(&self, class: MaskClass, case: Case) -> Backward<T> {
+        Backward::edited(&case, |input, tensor| (self.edit)(class, input, tensor))
+    }
+}
+
+/// What modifies the scores of an edge: a cap, ALiBi, a bias that hides some pairs, a sink, and some of them together.
+pub const MODIFIERS: [fn(Case) -> Case; 6] = [
+    |case| case.softcap(30.0),
+    |case| case.alibi(Alibi::Standard),
+    |case| case.bias("f32:hq:hidden".parse().expect("a bias")),
+    |case| Case { sinks: Sinks::Normal, ..case },
+    |case| case.softcap(50.0).alibi(Alibi::Negative),
+    |case| Case { sinks: Sinks::Ten, ..case.bias("bf16:q".parse().expect("a bias")) },
+];
+
+/// Log-sum-exps past 88.7 of modified scores: caps that hardly bend them, slopes and biases that are small beside them. And sinks, beside
+/// which such scores are nothing or all.
+pub fn modified_extremes(head_dims: &[usize]) -> Vec<Case> {
+    // A cap of 30,000 makes 999.6 of 1000.
+    let modifiers: [fn(Case) -> Case; 6] = [
+        |case| case.softcap(30_000.0),
+        |case| case.alibi(Alibi::Standard),
+        |case| case.bias("f32:hq".parse().expect("a bias")),
+        |case| case.softcap(30_000.0).alibi(Alibi::Negative),
+        |case| Case { sinks: Sinks::Large, ..case },
+        |case| Case { sinks: Sinks::Ten, ..case },
+    ];
+    let loud = |case: &Case| matches!(case.values, Values::Sloped { first, .. } if first.abs() == 1000);
+    let turned = |(turn, case): (usize, Case)| modifiers[turn % modifiers.len()](case);
+    // Fourteen cases have a mask and a head dim in common. Each group begins with another modifier.
+    let cases = extremes(head_dims).into_iter().filter(loud).enumerate();
+    cases.map(|(i, case)| turned((i + i / 14, case))).collect()
 }
 
 /// Whether each query with keys has a log-sum-exp that f32's exponential makes 0 or infinite, and nothing exact is NaN.
@@ -175,6 +229,27 @@ fn small_scale_case(class: MaskClass, [qk, vo]: HeadDims) -> Case {
 
 fn smallest_scale_case(class: MaskClass, [qk, vo]: HeadDims) -> Case {
     Case { scale: Some(f32::from_bits(1)), ..Case::new(150, 203, qk, mask_of(class)).head_dim_vo(vo).heads(1, 2, 1) }
+}
+
+fn equal_sink_case(class: MaskClass, [qk, vo]: HeadDims) -> Case {
+    let case = Case::new(150, 203, qk, mask_of(class)).head_dim_vo(vo).heads(2, 2, 1);
+    Case { sinks: Sinks::Zero, ..case }
+}
+
+/// The largest score of a row is 0, as its sink is: of one key in five. The others score below it, some of them hardly.
+fn score_at_most_zero(_: MaskClass, input: Input, tensor: &mut Tensor) {
+    let [batch, seqlen, heads, _] = tensor.shape();
+    for (b, s, h) in places([batch, seqlen, heads]) {
+        match input {
+            Input::Q => tensor.row_mut(b, s, h)[0] = 8.0,
+            Input::K => {
+                let row = tensor.row_mut(b, s, h);
+                row.fill(0.0);
+                row[0] = [0.0, -0.125, -0.5, -4.0, -0.25][s % 5];
+            }
+            _ => {}
+        }
+    }
 }
 
 fn enlarge(_: MaskClass, input: Input, tensor: &mut Tensor) {

@@ -23,6 +23,7 @@ pub mod mutations;
 pub mod packed;
 pub mod problems;
 pub mod runner;
+pub mod sequences;
 pub mod sinks;
 pub mod softcap;
 pub mod training;

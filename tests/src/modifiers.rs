@@ -1,6 +1,6 @@
 //! What the cases of score modifiers have in common: masks, sizes, heads, packings, seeds.
 
-use hopper_attention::Mask;
+use hopper_attention::{Corner, Mask};
 
 use crate::packing::{Kind, Packing};
 use crate::problems::Case;
@@ -8,6 +8,46 @@ use crate::problems::Case;
 /// Masks that bite on lengths of a few hundred.
 pub fn masks() -> [Mask; 4] {
     [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(9)), Mask::window(Some(127), Some(0))]
+}
+
+/// Masks beside these: chunks and prefixes, and those of the other corner.
+const OTHER_MASKS: [Mask; 7] = [
+    Mask::chunked(90),
+    Mask::Chunked { chunk: 48, corner: Corner::TopLeft },
+    Mask::prefix(60),
+    Mask::Prefix { keys: 130, corner: Corner::TopLeft },
+    Mask::Causal { corner: Corner::TopLeft },
+    Mask::Window { left: Some(70), right: Some(9), corner: Corner::TopLeft },
+    Mask::Window { left: Some(5), right: None, corner: Corner::TopLeft },
+];
+
+/// Each of the other masks with each kind of a modifier once. Sizes and head dims take turns, so that these are few.
+pub fn of_other_masks<K>(
+    kinds: impl Iterator<Item = K> + Clone,
+    head_dims: &[usize],
+    modified: impl Fn(usize, Case, K) -> Case,
+) -> Vec<Case> {
+    let all = OTHER_MASKS.into_iter().flat_map(|mask| kinds.clone().map(move |kind| (mask, kind)));
+    let of = |(turn, (mask, kind)): (usize, (Mask, K))| {
+        // Kinds may be as many as sizes. So each mask begins with another size.
+        let size = SIZES[(turn + turn / SIZES.len()) % SIZES.len()];
+        modified(turn, dense(turn, size, head_dims[turn % head_dims.len()], mask), kind)
+    };
+    all.enumerate().map(of).collect()
+}
+
+/// The same of packed sequences and used lengths.
+pub fn packed_of_other_masks<K>(
+    kinds: impl Iterator<Item = K> + Clone,
+    head_dims: &[usize],
+    modified: impl Fn(usize, Case, K) -> Case,
+) -> Vec<Case> {
+    let all = OTHER_MASKS.into_iter().flat_map(|mask| kinds.clone().map(move |kind| (mask, kind)));
+    let of = |(turn, (mask, kind)): (usize, (Mask, K))| {
+        let packing = PACKINGS[(turn + turn / PACKINGS.len()) % PACKINGS.len()];
+        modified(turn, packed(turn, packing, head_dims[turn % head_dims.len()], mask), kind)
+    };
+    all.enumerate().map(of).collect()
 }
 
 /// Queries and keys: short and long rows, rows without keys, many keys for few queries, no keys at all.

@@ -4,7 +4,7 @@ use hopper_attention::{Corner, Mask};
 use proptest::strategy::{Strategy as _, ValueTree as _};
 
 use crate::case::random::{case_of_kernels, packed, packing, runner};
-use crate::data::Values;
+use crate::data::{Garbage, Input, Values};
 use crate::inputs::Class;
 use crate::layouts::Placement;
 use crate::packing::{Kind, Packing};
@@ -60,11 +60,53 @@ pub fn cases(grid: Grid) -> Vec<Case> {
                 case = case.heads(batch, heads_q, heads_kv);
                 case.seed = turn as u64;
                 case.lse = turn % 3 != 0;
-                case.values = [Values::Normal, Values::Like(Class::Peaky), Values::Uneven][turn % 3];
+                // Five shares no divisor with the numbers of kinds and of masks.
+                case.values = [
+                    Values::Normal,
+                    Values::Like(Class::Peaky),
+                    Values::Garbage(Input::ALL[turn / 5 % 4], Garbage::ALL[turn / 20 % 4]),
+                    Values::Uneven,
+                    Values::Like(Class::Nan),
+                ][turn % 5];
                 case.placement = [Placement::Bshd, Placement::Bhsd][turn % 2];
-                case.packing = Packing::random(kind, batch, [seqlen_q, seqlen_kv], case.seed);
+                // Hints change nothing but speed, right or wrong. They take turns of their own.
+                case.packing = Packing::random(kind, batch, [seqlen_q, seqlen_kv], case.seed).hinted(case.seed / 3);
                 cases.push(case);
             }
+        }
+    }
+    cases
+}
+
+/// One sequence of `long` rows between two times `short` sequences of one row, and the number of the long one.
+pub fn one_long_among_short(long: usize, short: usize, head_dim: usize, head_dim_vo: usize) -> (Case, usize) {
+    let lengths = (0..2 * short + 1).map(|i| if i == short { long } else { 1 });
+    let mut offsets = vec![0];
+    lengths.for_each(|len| offsets.push(offsets[offsets.len() - 1] + len as i32));
+    let rows = long + 2 * short;
+    let case = Case::new(rows, rows, head_dim, Mask::window(Some(40), Some(3))).head_dim_vo(head_dim_vo);
+    let packing = Packing { cu_seqlens_q: Some(offsets.clone()), cu_seqlens_kv: Some(offsets), ..Packing::default() };
+    (Case { packing, seed: 3, ..case.heads(2 * short + 1, 1, 1) }, short)
+}
+
+/// Tensors with rows, of which all sequences of a side are empty: at the first row, in the middle, and behind the last one.
+pub fn all_empty(head_dim: usize, head_dim_vo: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let sides = [[true, true], [true, false], [false, true]];
+    for (is_empty, fill_gaps) in sides.into_iter().flat_map(|sides| [(sides, false), (sides, true)]) {
+        for (rows, place) in [(70, 0), (210, 97), (130, 130)] {
+            let case = Case::new(rows, rows, head_dim, Mask::Full).head_dim_vo(head_dim_vo).heads(3, 4, 2);
+            let offsets = [0, 1].map(|side| {
+                if is_empty[side] { vec![place; 4] } else { vec![0, rows as i32 / 2, rows as i32, rows as i32] }
+            });
+            let [cu_seqlens_q, cu_seqlens_kv] = offsets.map(Some);
+            let packing = Packing { cu_seqlens_q, cu_seqlens_kv, fill_gaps, ..Packing::default() };
+            cases.push(Case { packing, seed: cases.len() as u64, ..case.clone() });
+            // And by used lengths of 0.
+            let used = [0, 1].map(|side| is_empty[side].then(|| vec![0; 3]));
+            let [seqused_q, seqused_kv] = used;
+            let packing = Packing { seqused_q, seqused_kv, fill_gaps, ..Packing::default() };
+            cases.push(Case { packing, seed: cases.len() as u64, ..case });
         }
     }
     cases

@@ -257,9 +257,19 @@ fn chunks_and_prefixes(grid: Grid, tiles: &Tiles) -> Vec<Case> {
     cases
 }
 
-/// MHA, GQA, MQA, batches; more heads than multiprocessors, so that a persistent grid comes round again.
+/// MHA, GQA, MQA, batches; more heads than multiprocessors, so that a persistent grid comes round again; few heads with long sequences
+/// and wide groups, whose tiles are fewer than multiprocessors.
 fn heads() -> Vec<Case> {
     let mut cases = Vec::new();
+    for (heads_q, heads_kv, seqlen, head_dim) in
+        [(8, 1, 1536, 64), (8, 1, 1500, 128), (16, 1, 777, 128), (12, 1, 900, 96), (4, 2, 1601, 256)]
+    {
+        cases.push(Case::new(seqlen, seqlen, head_dim, Mask::causal()).heads(1, heads_q, heads_kv));
+        // Few of the keys, and many of them for few queries.
+        let window = Mask::window(Some(200), Some(0));
+        cases.push(Case::new(seqlen, seqlen + 77, head_dim, window).heads(1, heads_q, heads_kv));
+        cases.push(Case::new(70, 2 * seqlen, head_dim, Mask::Full).heads(1, heads_q, heads_kv));
+    }
     for mask in masks() {
         for (batch, heads_q, heads_kv) in [(1, 1, 1), (2, 4, 4), (3, 6, 2), (2, 8, 1), (1, 12, 3), (5, 3, 1)] {
             cases.push(Case::new(131, 193, 64, mask).heads(batch, heads_q, heads_kv));

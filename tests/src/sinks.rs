@@ -1,6 +1,6 @@
 //! Cases with attention sinks, and ways in which a kernel may get a sink wrong.
 
-use crate::modifiers::{PACKINGS, SIZES, dense, masks, packed};
+use crate::modifiers::{PACKINGS, SIZES, dense, masks, of_other_masks, packed, packed_of_other_masks};
 use crate::problems::{Case, Grid};
 
 pub use hopper_attention_verify::sinks::{Sinks, SinksImage};
@@ -21,6 +21,11 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(of_other_masks(kinds(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, sinks| Case {
+        sinks,
+        lse: turn % 5 != 0,
+        ..case
+    }));
     cases
 }
 
@@ -34,6 +39,10 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(packed_of_other_masks(kinds(), grid.pick(&[64][..], &[64, 128]), |_, case, sinks| Case {
+        sinks,
+        ..case
+    }));
     cases
 }
 

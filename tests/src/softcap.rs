@@ -4,7 +4,7 @@ use hopper_attention::BackwardProblem;
 use hopper_attention::reference::{BackwardPlain, Tensor};
 use hopper_attention_verify::case::random::{CAPS, capped};
 
-use crate::modifiers::{PACKINGS, SIZES, dense, masks, packed};
+use crate::modifiers::{PACKINGS, SIZES, dense, masks, of_other_masks, packed, packed_of_other_masks};
 use crate::mutations::places;
 use crate::problems::{Case, Grid};
 use crate::sinks::Sinks;
@@ -27,6 +27,10 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(of_other_masks(CAPS.into_iter(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, cap| Case {
+        lse: turn % 5 != 0,
+        ..capped(case, (cap, turn % 7 < 4))
+    }));
     cases
 }
 
@@ -44,6 +48,9 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
+    cases.extend(packed_of_other_masks(CAPS.into_iter(), grid.pick(&[64][..], &[64, 128]), |turn, case, cap| {
+        capped(case, (cap, turn % 7 < 4))
+    }));
     cases
 }
 

@@ -324,6 +324,28 @@ impl BiasImage {
         each!(self, image => write(args, image))
     }
 
+    /// Takes the numbers of a bias that has at least as many of each dimension, from its first ones on.
+    ///
+    /// # Panics
+    /// When that bias is smaller, or of another type.
+    pub fn copy_from(&mut self, larger: &Self) {
+        fn copy<T: Poison>(into: &mut Image<T, 4>, from: &Image<T, 4>) {
+            let (to, of) = (into.layout(), from.layout());
+            let shape = to.shape();
+            for i in 0..shape.iter().product() {
+                let index = [0, 1, 2, 3].map(|axis| i / shape[axis + 1..].iter().product::<usize>() % shape[axis]);
+                let (to, of) = (to.offset(index).expect("of the shape"), of.offset(index).expect("a larger bias"));
+                into.inner_mut()[to] = from.inner()[of];
+            }
+        }
+        match (self, larger) {
+            (Self::F32(into), Self::F32(from)) => copy(into, from),
+            (Self::Bf16(into), Self::Bf16(from)) => copy(into, from),
+            (Self::F16(into), Self::F16(from)) => copy(into, from),
+            _ => panic!("a bias of another type"),
+        }
+    }
+
     /// Whether the memory is still what it was in `before`.
     ///
     /// # Errors

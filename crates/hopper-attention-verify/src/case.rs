@@ -242,6 +242,11 @@ impl fmt::Display for Case {
             write!(f, " dropout {dropout}")?;
         }
         f.write_str(if packing.fill_gaps { " fill_gaps" } else { "" })?;
+        for (name, hint) in [("max_seqlen_q", packing.max_seqlen_q), ("max_seqlen_kv", packing.max_seqlen_kv)] {
+            if let Some(hint) = hint {
+                write!(f, " {name} {hint}")?;
+            }
+        }
         f.write_str(if *lse { "" } else { " without lse" })
     }
 }

@@ -103,7 +103,8 @@ impl Garbage {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Nan, Self::Infinity, Self::MinusInfinity, Self::Largest];
 
-    fn of<T: Poison>(self) -> T {
+    /// It, in a type.
+    pub fn of<T: Poison>(self) -> T {
         let largest = match T::DTYPE {
             DType::F16 => f32::from(f16::MAX),
             DType::BF16 => f32::from(bf16::MAX),
@@ -309,6 +310,30 @@ impl<T: Poison, const R: usize> Image<T, R> {
             Some(i) => Err(format!("an input was written at offset {} of {:?}", i as i64 - GUARD as i64, self.layout)),
             None => Ok(()),
         }
+    }
+
+    /// The elements of some rows, in logical order. `axis` is the dimension of the rows. The number of a row is
+    /// `batch * seqlen + token`.
+    pub fn elements_of_rows(&self, axis: usize, is_taken: impl Fn(usize) -> bool) -> Vec<T> {
+        self.offsets_of_rows(axis, is_taken).into_iter().map(|offset| self.inner()[offset]).collect()
+    }
+
+    /// Puts elements into some rows, in the order in which [`elements_of_rows`](Self::elements_of_rows) gives them.
+    pub fn put_into_rows(
+        &mut self,
+        axis: usize,
+        is_taken: impl Fn(usize) -> bool,
+        elements: impl IntoIterator<Item = T>,
+    ) {
+        let offsets = self.offsets_of_rows(axis, is_taken);
+        let inner = self.inner_mut();
+        offsets.into_iter().zip(elements).for_each(|(offset, element)| inner[offset] = element);
+    }
+
+    fn offsets_of_rows(&self, axis: usize, is_taken: impl Fn(usize) -> bool) -> Vec<usize> {
+        let shape = self.layout.shape();
+        let offsets = self.offsets().into_iter().enumerate();
+        offsets.filter(|(i, _)| is_taken(row_of(shape, axis, *i))).map(|(_, offset)| offset).collect()
     }
 
     /// The elements in logical order.

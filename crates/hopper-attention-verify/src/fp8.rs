@@ -209,6 +209,74 @@ impl Operands {
         self.stored[which][at] = element;
     }
 
+    /// The same with an element in all rows of the other sequences, and with a factor for all their blocks, where each sequence has
+    /// factors of its own. Rows and factors of no sequence stay as they are.
+    pub fn beside(&self, own: usize, element: E4M3, factor: f32) -> Self {
+        let mut spoiled = self.clone();
+        for (other, sides) in self.packing.lengths().sequences(&self.problem).enumerate() {
+            if other == own {
+                continue;
+            }
+            for (i, input) in [Input::Q, Input::K, Input::V].into_iter().enumerate() {
+                let (shape, factors) = shapes(&self.problem)[i];
+                let group = shape[2] / self.problem.dims().heads_kv;
+                let rows = &sides[usize::from(input != Input::Q)];
+                for (token, head) in rows.range().flat_map(|token| (0..shape[2]).map(move |head| (token, head))) {
+                    let place = self.place(input, [rows.batch, token, head], group).expect("a row of a sequence");
+                    if self.problem.scaling() != Some(Scaling::PerTensor) {
+                        spoiled.descale[i][dense(factors).offset(place).expect("within the factors")] = factor;
+                    }
+                    (0..shape[3]).for_each(|column| spoiled.put(i, [rows.batch, token, head, column], element));
+                }
+            }
+        }
+        spoiled
+    }
+
+    /// A sequence of packed operands as a problem of its own, with the same elements, factors and sinks.
+    pub fn alone(&self, own: usize) -> Self {
+        let sides = self.packing.lengths().sequences(&self.problem).nth(own).expect("a sequence");
+        let dims = self.problem.dims().with_batch(1).with_seqlen_q(sides[0].len).with_seqlen_kv(sides[1].len);
+        let options = ForwardProblem::builder(DType::E4M3, dims).mask(self.problem.mask());
+        let options = options.softmax_scale(self.problem.softmax_scale()).softcap(self.problem.softcap()).lse(true);
+        let options = options.output(self.problem.output_dtype()).half_scores(self.problem.allows_half_scores());
+        let options = options.scaling(self.problem.scaling().expect("e4m3 operands"));
+        let options = match self.problem.sinks() {
+            Some(dtype) => options.sinks(dtype),
+            None => options,
+        };
+        let problem = options.build().expect("a part of a legal problem");
+        let inputs = [Input::Q, Input::K, Input::V];
+        let tensor = |i: usize, shape: [usize; 4]| {
+            let (rows, from) = (&sides[usize::from(inputs[i] != Input::Q)], shapes(&self.problem)[i].0);
+            let at = |row: usize| {
+                let first = dense(from).offset([rows.batch, rows.begin + row, 0, 0]).expect("within the tensor");
+                self.stored[i][first..][..shape[2] * shape[3]].iter().copied()
+            };
+            (0..shape[1]).flat_map(at).collect()
+        };
+        let factors = |i: usize, [_, heads, blocks]: [usize; 3]| {
+            let (rows, from) = (&sides[usize::from(inputs[i] != Input::Q)], shapes(&self.problem)[i].1);
+            let first = match self.problem.scaling() {
+                Some(Scaling::PerTensor) => [0; 3],
+                Some(Scaling::PerHead) => [rows.sequence, 0, 0],
+                _ => [rows.batch, 0, rows.first_block],
+            };
+            let at = |head: usize, block: usize| [first[0], first[1] + head, first[2] + block];
+            let places = (0..heads).flat_map(|head| (0..blocks).map(move |block| at(head, block)));
+            places.map(|place| self.descale[i][dense(from).offset(place).expect("within the factors")]).collect()
+        };
+        let [q, k, v] = shapes(&problem);
+        Self {
+            stored: [tensor(0, q.0), tensor(1, k.0), tensor(2, v.0)],
+            descale: [factors(0, q.1), factors(1, k.1), factors(2, v.1)],
+            packing: Packing::default(),
+            sinks: self.sinks.clone(),
+            blocks: None,
+            problem,
+        }
+    }
+
     /// The problem.
     pub fn problem(&self) -> &ForwardProblem {
         &self.problem

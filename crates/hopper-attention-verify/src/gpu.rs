@@ -120,6 +120,15 @@ impl SinksOnDevice {
         }
     }
 
+    /// Writes others of the same type and number into the same memory. Says whether they are.
+    fn rewrite(&mut self, stream: &Arc<CudaStream>, sinks: &SinksImage) -> bool {
+        match (self, sinks) {
+            (Self::F32(slice), SinksImage::F32(image)) => overwritten(stream, image.data(), slice),
+            (Self::Bf16(slice), SinksImage::Bf16(image)) => overwritten(stream, image.data(), slice),
+            _ => false,
+        }
+    }
+
     /// Adds them to the arguments of a run.
     pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
         let layout = |len: usize| Layout::contiguous([len - 2 * GUARD]).expect("a short list");
@@ -146,6 +155,32 @@ impl SinksOnDevice {
     }
 }
 
+/// Writes a case's numbers into memory that holds those of another, so that a captured graph finds them. Where there is none of
+/// that form, or none at all, there is new memory.
+fn rewrite<M, I: ?Sized>(
+    memory: &mut Option<M>,
+    image: Option<&I>,
+    write: impl Fn(&mut M, &I) -> bool,
+    new: impl Fn(&I) -> M,
+) {
+    let is_written = match (memory.as_mut(), image) {
+        (Some(memory), Some(image)) => write(memory, image),
+        _ => false,
+    };
+    if !is_written {
+        *memory = image.map(new);
+    }
+}
+
+/// Whether memory took numbers: only where there are as many.
+fn overwritten<T: Element>(stream: &Arc<CudaStream>, from: &[T], to: &mut CudaSlice<T>) -> bool {
+    let fits = from.len() == to.len();
+    if fits {
+        stream.memcpy_htod(from, to).expect("a copy");
+    }
+    fits
+}
+
 /// Lists of blocks of a case in device memory, guard bands included.
 pub struct BlocksOnDevice {
     image: BlocksImage,
@@ -157,6 +192,21 @@ impl BlocksOnDevice {
     pub fn new(stream: &Arc<CudaStream>, image: &BlocksImage) -> Self {
         let up = |(slot, list): &(Slot, Vec<i32>)| (*slot, stream.clone_htod(list).expect("device memory"));
         Self { image: image.clone(), lists: image.lists().iter().map(up).collect() }
+    }
+
+    /// Writes others of the same form into the same memory. Says whether they are.
+    fn rewrite(&mut self, stream: &Arc<CudaStream>, image: &BlocksImage) -> bool {
+        let form = |image: &BlocksImage| {
+            let lists = image.lists().iter().map(|(slot, list)| (*slot, list.len())).collect::<Vec<_>>();
+            (image.layouts(), lists)
+        };
+        let same = form(&self.image) == form(image);
+        if same {
+            let lists = self.lists.iter_mut().zip(image.lists());
+            lists.for_each(|((_, slice), (_, list))| stream.memcpy_htod(list, slice).expect("a copy"));
+            self.image = image.clone();
+        }
+        same
     }
 
     /// Where the memory of a list begins. `None` where there is no such list.
@@ -204,6 +254,12 @@ impl AlibiOnDevice {
     pub fn new(stream: &Arc<CudaStream>, alibi: &AlibiImage) -> Self {
         let slopes = stream.clone_htod(alibi.image().data()).expect("device memory");
         Self { slopes, layout: alibi.image().layout(), per_batch: alibi.is_per_batch() }
+    }
+
+    /// Writes others of the same form into the same memory. Says whether they are.
+    fn rewrite(&mut self, stream: &Arc<CudaStream>, alibi: &AlibiImage) -> bool {
+        (self.layout, self.per_batch) == (alibi.image().layout(), alibi.is_per_batch())
+            && overwritten(stream, alibi.image().data(), &mut self.slopes)
     }
 
     /// Adds them to the arguments of a run.
@@ -257,6 +313,17 @@ impl BiasOnDevice {
         Self { memory, layout: bias.layout() }
     }
 
+    /// Writes another of the same form into the same memory. Says whether it is.
+    fn rewrite(&mut self, stream: &Arc<CudaStream>, bias: &BiasImage) -> bool {
+        let same = self.layout == bias.layout();
+        same && match (&mut self.memory, bias) {
+            (BiasMemory::F32(slice), BiasImage::F32(image)) => overwritten(stream, image.data(), slice),
+            (BiasMemory::Bf16(slice), BiasImage::Bf16(image)) => overwritten(stream, image.data(), slice),
+            (BiasMemory::F16(slice), BiasImage::F16(image)) => overwritten(stream, image.data(), slice),
+            _ => false,
+        }
+    }
+
     /// Adds a bias to the arguments of a run.
     pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
         each!(&self.memory, slice => args.read(Slot::Bias, read(slice, self.layout)))
@@ -308,6 +375,11 @@ impl StateOnDevice {
         Self(stream.clone_htod(&state[..]).expect("device memory"))
     }
 
+    /// Writes others into the same memory.
+    fn rewrite(&mut self, stream: &Arc<CudaStream>, state: &[i32; 4]) -> bool {
+        overwritten(stream, state, &mut self.0)
+    }
+
     /// Adds them to the arguments of a run.
     pub fn add_to<'a>(&'a self, args: Args<'a>) -> Args<'a> {
         let layout = Layout::contiguous([4]).expect("a short list");
@@ -323,6 +395,21 @@ impl StateOnDevice {
         let same = stream.clone_dtoh(&self.0).expect("a copy") == state;
         if same { Ok(()) } else { Err("the state of dropout was changed".into()) }
     }
+}
+
+/// Memory of what modifies scores, and what is to be in it.
+type Rewritten<'a, M, I> = (&'a mut Option<M>, Option<&'a I>);
+
+/// [`rewrite`] of what both passes have alike.
+fn rewrite_others(
+    (alibi, slopes): Rewritten<'_, AlibiOnDevice, AlibiImage>,
+    (blocks, lists): Rewritten<'_, BlocksOnDevice, BlocksImage>,
+    (state, words): Rewritten<'_, StateOnDevice, [i32; 4]>,
+    stream: &Arc<CudaStream>,
+) {
+    rewrite(alibi, slopes, |memory, image| memory.rewrite(stream, image), |image| AlibiOnDevice::new(stream, image));
+    rewrite(blocks, lists, |memory, image| memory.rewrite(stream, image), |image| BlocksOnDevice::new(stream, image));
+    rewrite(state, words, |memory, image| memory.rewrite(stream, image), |image| StateOnDevice::new(stream, image));
 }
 
 /// A case's tensors on the GPU, guard bands included.
@@ -386,16 +473,20 @@ impl<T: Poison> OnDevice<T> {
         }
     }
 
-    /// Writes another case's inputs, of the same sizes, into the same memory.
+    /// Writes another case's inputs, of the same sizes, into the same memory. (But for offsets and used lengths.)
     pub fn write_inputs(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
         for (to, from) in [(&mut self.q, &prepared.q), (&mut self.k, &prepared.k), (&mut self.v, &prepared.v)] {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
-        self.sinks = prepared.sinks.as_ref().map(|sinks| SinksOnDevice::new(stream, sinks));
-        self.alibi = prepared.alibi.as_ref().map(|alibi| AlibiOnDevice::new(stream, alibi));
-        self.bias = prepared.bias.as_ref().map(|bias| BiasOnDevice::new(stream, bias));
-        self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
-        self.dropout_state = prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state));
+        let sinks = prepared.sinks.as_ref();
+        rewrite(&mut self.sinks, sinks, |m, i| m.rewrite(stream, i), |i| SinksOnDevice::new(stream, i));
+        rewrite_others(
+            (&mut self.alibi, prepared.alibi.as_ref()),
+            (&mut self.blocks, prepared.blocks.as_ref()),
+            (&mut self.dropout_state, prepared.dropout_state.as_ref()),
+            stream,
+        );
+        rewrite(&mut self.bias, prepared.bias.as_ref(), |m, i| m.rewrite(stream, i), |i| BiasOnDevice::new(stream, i));
     }
 
     /// The arguments of a run.

@@ -24,6 +24,10 @@ pub struct Packing {
     pub seqused_kv: Option<Vec<i32>>,
     /// Whether rows of no sequence are filled.
     pub fill_gaps: bool,
+    /// What the problem is told about the queries of the longest sequence, where that side has lists. It may be wrong.
+    pub max_seqlen_q: Option<usize>,
+    /// The same of keys.
+    pub max_seqlen_kv: Option<usize>,
 }
 
 /// Which lists a random packing has.
@@ -75,7 +79,19 @@ impl Packing {
         };
         let ((cu_seqlens_q, seqused_q), (cu_seqlens_kv, seqused_kv)) = (side(0), side(1));
         let some = kind.packed.iter().chain(&kind.used).any(|&list| list);
-        Self { cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, fill_gaps: kind.fill_gaps && some }
+        let fill_gaps = kind.fill_gaps && some;
+        Self { cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, fill_gaps, ..Self::default() }
+    }
+
+    /// The same with hints of the longest sequence, which follow from a seed: none, 0, 1, less than some have, more than there can
+    /// be.
+    #[must_use]
+    pub fn hinted(mut self, seed: u64) -> Self {
+        let hint = |number: u64| [None, Some(0), Some(1), Some(20), Some(i32::MAX as usize)][(number % 5) as usize];
+        let has = |lists: [&Option<Vec<i32>>; 2]| lists.into_iter().any(Option::is_some);
+        self.max_seqlen_q = hint(seed).filter(|_| has([&self.cu_seqlens_q, &self.seqused_q]));
+        self.max_seqlen_kv = hint(seed / 5).filter(|_| has([&self.cu_seqlens_kv, &self.seqused_kv]));
+        self
     }
 
     /// The legal lists that these stand for, which may hold any numbers: those that a GPU makes of them.
@@ -99,7 +115,7 @@ impl Packing {
             cu_seqlens_kv: offsets(&self.cu_seqlens_kv, 1),
             seqused_q: used(&self.seqused_q, 0),
             seqused_kv: used(&self.seqused_kv, 1),
-            fill_gaps: self.fill_gaps,
+            ..self.clone()
         }
     }
 
@@ -142,7 +158,9 @@ impl Packing {
     /// A problem with these lists as operands.
     pub fn options(&self, options: ForwardProblemBuilder) -> ForwardProblemBuilder {
         let options = self.lists().fold(options, |options, (slot, _)| options.operand(slot, true));
-        if self.fill_gaps { options.fill_gaps(true) } else { options }
+        let options = if self.fill_gaps { options.fill_gaps(true) } else { options };
+        let options = self.max_seqlen_q.into_iter().fold(options, |options, hint| options.max_seqlen_q(hint));
+        self.max_seqlen_kv.into_iter().fold(options, |options, hint| options.max_seqlen_kv(hint))
     }
 
     /// Adds the lists, in host memory, to the arguments of a run.
@@ -258,5 +276,26 @@ mod tests {
         assert_eq!(clamped.cu_seqlens_q.as_deref(), Some(&[5, 5, 9, 9, 12][..]));
         assert_eq!(clamped.seqused_q.as_deref(), Some(&[0, 2, 0, 3][..]));
         assert_eq!(clamped.clamped(&problem), clamped);
+    }
+
+    /// Every hint for either side is drawn, and none for a side without lists, which no problem takes.
+    #[test]
+    fn hints_are_drawn_for_sides_that_have_lists() {
+        let dims = Dims::new(3, 90, 1, 8);
+        for (packed, used) in [([true; 2], [false; 2]), ([true, false], [false; 2]), ([false; 2], [false, true])] {
+            let kind = Kind { packed, used, fill_gaps: false };
+            let mut seen = [Vec::new(), Vec::new()];
+            for seed in 0..25 {
+                let packing = Packing::random(kind, 3, [90; 2], seed).hinted(seed);
+                packing.options(ForwardProblem::builder(DType::BF16, dims)).build().unwrap();
+                seen[0].push(packing.max_seqlen_q);
+                seen[1].push(packing.max_seqlen_kv);
+            }
+            for (side, mut hints) in seen.into_iter().enumerate() {
+                hints.sort_unstable();
+                hints.dedup();
+                assert_eq!(hints.len(), if packed[side] || used[side] { 5 } else { 1 }, "{hints:?}");
+            }
+        }
     }
 }

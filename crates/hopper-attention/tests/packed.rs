@@ -322,6 +322,11 @@ fn problems() -> impl Strategy<Value = (Own, Dims)> {
     })
 }
 
+/// Nothing, too little, about right, and more than there can be.
+fn hint() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(0), Just(1), 1usize..80, Just(usize::MAX), any::<usize>()]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.min(96), ..common::kept() })]
     #[test]
@@ -332,6 +337,37 @@ proptest! {
             1 => check::<bf16>(&backward(&own, DType::BF16, dims, mask, fill), &own),
             _ => check::<f32>(&backward(&own, DType::F32, dims, mask, fill), &own),
         }
+    }
+
+    /// What the problem is told about the longest sequence changes no bit, and no byte of the workspace, however wrong it is.
+    #[test]
+    fn wrong_hints_change_nothing(
+        (own, dims) in problems(), mask in masks(), fill in any::<bool>(),
+        of_q in hint(), of_kv in hint(),
+    ) {
+        let fill = fill && own.lists().iter().any(|(_, list)| list.is_some());
+        let without = backward(&own, DType::BF16, dims, mask, fill);
+        let mut options = without.forward().to_builder();
+        if own.cu_seqlens_q.is_some() || own.seqused_q.is_some() {
+            options = options.max_seqlen_q(of_q);
+        }
+        if own.cu_seqlens_kv.is_some() || own.seqused_kv.is_some() {
+            options = options.max_seqlen_kv(of_kv);
+        }
+        let with = BackwardProblem::builder(&options.build().unwrap());
+        let with = with.d_lse(true).deterministic(fill).build().unwrap();
+        let of_forward = |problem: &BackwardProblem| problem.forward().plan(&Device::cpu()).unwrap().workspace_bytes();
+        let of_backward = |problem: &BackwardProblem| problem.plan(&Device::cpu()).unwrap().workspace_bytes();
+        prop_assert_eq!(of_forward(&with), of_forward(&without));
+        prop_assert_eq!(of_backward(&with), of_backward(&without));
+        // Each run has a workspace of just the bytes that its plan says.
+        let results = [&with, &without].map(|problem| {
+            let mut memory = Memory::<bf16>::new(problem, 1);
+            memory.run(&own).unwrap();
+            let outputs: Vec<_> = memory.outputs.iter().map(|(_, data)| bits(data)).collect();
+            (outputs, bits(&memory.lse))
+        });
+        prop_assert!(results[0] == results[1], "{}", with);
     }
 
     /// Any numbers at all are computed or refused, and outputs of a refused run are not written.

@@ -27,6 +27,13 @@ fn cases_keep_the_tolerance() {
     runner.finish();
 }
 
+/// Few heads of K for many of Q, and sequences of many tiles. The grid's longest take too long here.
+#[test]
+fn wide_groups_of_long_sequences() {
+    let case = |mask| Case::new(700, 777, 32, mask).heads(1, 8, 1);
+    Runner::all_on_cpu::<Prepared<bf16>>("cpu backward", &[Mask::causal(), Mask::window(Some(200), Some(0))].map(case));
+}
+
 /// Head dims that no kernel takes are the CPU's too.
 #[test]
 fn any_head_dim() {

@@ -153,6 +153,26 @@ fn a_wrong_output_is_caught_without_the_lse() {
     }
 }
 
+/// A softmax scale below the normal range of f32, beside factors so large that scores are ordinary, and beside small ones, with which
+/// every key weighs the same.
+#[test]
+fn a_scale_below_the_normal_range_is_exact_enough() {
+    for (mask, scaling) in [Mask::Full, Mask::causal(), Mask::window(Some(70), Some(3))].into_iter().zip(Scaling::ALL) {
+        for (scale, by) in [(8e-39, [1e18, 4e18]), (f32::from_bits(1), [1e18, 4e18]), (8e-39, [1.0, 1.0])] {
+            let case = Case { scale: Some(scale), ..Case::new(150, 290, 64, mask).heads(1, 4, 2) };
+            let operands = operands(&case, scaling, None);
+            let operands = operands.with_factors_times(Input::Q, by[0]).with_factors_times(Input::K, by[1]);
+            let (o, lse) = operands.run();
+            let report = operands.expected().check(&o, Some(&lse)).unwrap();
+            assert!(report.passed(), "{mask} {scaling} {scale:e}: {report}");
+            // Scores of ordinary size differ from key to key, so that a lost scale would be seen.
+            let even = (1..=290).map(|keys| f64::from(keys).ln()).collect::<Vec<_>>();
+            let is_even = |lse: &f64| *lse == f64::NEG_INFINITY || even.iter().any(|even| (lse - even).abs() < 1e-4);
+            assert_eq!(lse.iter().all(is_even), scale != 8e-39 || by[0] == 1.0, "{mask} {scaling} {scale:e}: {lse:?}");
+        }
+    }
+}
+
 /// Factors of 0 and -0 make zeros of their block, as on a GPU. (What is no factor is refused: `tests/fp8.rs` of the crate.)
 #[test]
 fn factors_of_zero_make_zeros() {

@@ -23,8 +23,16 @@ struct Verdicts {
     wrong: Vec<String>,
 }
 
-/// The head dims of forward kernels that have one for all tensors. (Gradients end at 128.)
-const FORWARD: [usize; 4] = [64, 128, 192, 256];
+/// The head dims of forward kernels that have one for all tensors, and 160, which kernels of a larger one compute. (Gradients end at 128.)
+const FORWARD: [usize; 6] = [64, 96, 128, 160, 192, 256];
+
+/// Whether a row has the smallest head dims of those that take a setting's.
+fn is_narrowest(row: &KernelInfo, rows: &[KernelInfo], head_dim: usize) -> bool {
+    let takes = |row: &KernelInfo| row.head_dim_qk().min(row.head_dim_vo()) >= head_dim;
+    let of = |row: &KernelInfo| row.head_dim_qk() + row.head_dim_vo();
+    let of_arch = rows.iter().filter(|other| other.arch() == row.arch() && takes(other));
+    takes(row) && of_arch.map(of).min() == Some(of(row))
+}
 
 /// Judges the kernels of an instruction set on all settings; prints a line for each.
 fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], verdicts: &mut Verdicts) {
@@ -33,7 +41,7 @@ fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], verdicts: &mut 
         let sample = Sample::<T>::new(setting);
         let problem = &sample.problem;
         let [q, k, v] = [0, 1, 2].map(|i| stream.clone_htod(&sample.qkv[i]).expect("device memory"));
-        let fits = |row: &KernelInfo| row.dtype() == T::DTYPE && row.head_dim_qk() == setting.head_dim;
+        let fits = |row: &KernelInfo| row.dtype() == T::DTYPE && is_narrowest(row, rows, setting.head_dim);
         for (i, row) in rows.iter().enumerate().filter(|(_, row)| fits(row)) {
             let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
             verdicts.taken[i] += 1;
@@ -67,11 +75,11 @@ fn kernels_of(test: &str, arch: Arch) {
     let settings = Setting::all(&FORWARD, &[512]);
     let plans = |row: &KernelInfo| {
         settings.iter().any(|setting| {
-            row.head_dim_qk() == setting.head_dim
+            is_narrowest(row, &rows, setting.head_dim)
                 && setting.problem(row.dtype()).plan_with_row(&gpu.device, row).is_ok()
         })
     };
-    let rows: Vec<_> = rows.into_iter().filter(plans).collect();
+    let rows: Vec<_> = rows.iter().copied().filter(plans).collect();
     assert!(!rows.is_empty(), "no {arch} row runs on {:?}", Device::available());
     let mut verdicts = Verdicts { taken: vec![0; rows.len()], ..Verdicts::default() };
     say(Verdict::HEAD);

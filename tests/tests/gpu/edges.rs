@@ -1,19 +1,23 @@
 //! Inputs at the edges through every kernel. `tests/tests/cpu_more/edges.rs` takes them through the CPU backend.
 
 use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
-use hopper_attention::{Arch, DType, KernelInfo, Mask, MaskClass, Workspace, bf16, f16};
+use hopper_attention::{Arch, BackwardProblem, DType, KernelInfo, Mask, MaskClass, Scaling, Workspace, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
-use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::blocks::Blocks;
+use hopper_attention_tests::data::{Input, Poison};
 use hopper_attention_tests::edges::{
-    EDGES, HeadDims, is_extreme, large_sums, large_values, one_key, one_key_gives_its_value, one_key_has_no_gradient,
+    EDGES, Edge, HeadDims, MODIFIERS, is_extreme, large_sums, large_values, modified_extremes, one_key,
+    one_key_gives_its_value, one_key_has_no_gradient,
 };
+use hopper_attention_tests::fp8::{Operands, for_row};
 use hopper_attention_tests::gpu::backward::OnDevice as BackwardOnDevice;
+use hopper_attention_tests::gpu::fp8::OnDevice as Fp8OnDevice;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, take_rows};
 use hopper_attention_tests::problems::{Case, extremes};
 use hopper_attention_tests::runner::{Prepared as Forward, Ready, Runner, Verdict};
 use hopper_attention_tests::say;
 
-use crate::by_type::judged;
+use crate::by_type::{BACKWARD, FORWARD, judged, take};
 use crate::with_dtype;
 
 /// The kinds of rows: what a case must fit. The rows of a kind take the same case.
@@ -100,12 +104,17 @@ fn backwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
     }
 }
 
-/// Cases of all head dims that there are rows of.
-fn fits(rows: &[KernelInfo]) -> Vec<Case> {
+/// All head dims of Q and K that there are rows of.
+fn head_dims_of(rows: &[KernelInfo]) -> Vec<usize> {
     let mut head_dims: Vec<usize> = rows.iter().map(KernelInfo::head_dim_qk).collect();
     head_dims.sort_unstable();
     head_dims.dedup();
-    extremes(&head_dims)
+    head_dims
+}
+
+/// Cases of all head dims that there are rows of.
+fn fits(rows: &[KernelInfo]) -> Vec<Case> {
+    extremes(&head_dims_of(rows))
 }
 
 fn extreme_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
@@ -248,6 +257,103 @@ fn every_row_takes_the_edges() {
 fn every_backward_row_takes_the_edges() {
     let Some(gpu) = Gpu::open("every_backward_row_takes_the_edges") else { return };
     take_both(&gpu, &gpu.backward_rows(), "edges, backward", [backwards::<bf16>, backwards::<f16>]);
+}
+
+/// Rows for modified scores and those for lists of blocks, which the tests above leave out, with a modifier that they take: each row
+/// takes each edge once, with modifiers in turn.
+#[test]
+fn every_modified_row_takes_the_edges() {
+    let Some(gpu) = Gpu::open("every_modified_row_takes_the_edges") else { return };
+    let of = |row: &KernelInfo| with_dtype!(row.dtype(), modified_edges(&gpu, row));
+    [gpu.modified_rows(), gpu.listed_rows(), gpu.listed_modified_rows()].concat().iter().for_each(of);
+    let of = |row: &KernelInfo| with_dtype!(row.dtype(), modified_backward_edges(&gpu, row));
+    let rows = [gpu.modified_backward_rows(), gpu.listed_backward_rows(), gpu.listed_modified_backward_rows()];
+    rows.concat().iter().for_each(of);
+}
+
+/// The cases of an edge that a row may take, the class of whose mask is the row's: each modifier, beginning with another each time, and at
+/// last none at all. Rows with lists have one that keeps some blocks.
+fn modified(row: &KernelInfo, turn: usize, edge: &Edge) -> Vec<Case> {
+    let (class, head_dims) = (class_of(row), head_dims(row));
+    let mut modifiers = MODIFIERS;
+    modifiers.rotate_left(turn % MODIFIERS.len());
+    let cases = modifiers.into_iter().filter_map(|modifier| edge.modified(class, head_dims, modifier));
+    let listed = row.mask() == MaskClass::Blocks;
+    let cases = cases.chain([edge.case(class, head_dims)]);
+    cases.map(|case| if listed { case.blocks(Blocks::Random(70)) } else { case }).collect()
+}
+
+fn class_of(row: &KernelInfo) -> MaskClass {
+    if row.mask() == MaskClass::Blocks { MaskClass::Causal } else { row.mask() }
+}
+
+fn modified_edges<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for (turn, edge) in EDGES.into_iter().enumerate() {
+        let class = class_of(row);
+        let cases = modified(row, turn, &edge);
+        let taken = cases.into_iter().find_map(|case| {
+            let plan = planned(case.problem(T::DTYPE).plan_with_row(&gpu.device, row), row, &case)?;
+            Some((edge.forward_of::<T>(class, case), plan))
+        });
+        let (prepared, plan) = taken.unwrap_or_else(|| panic!("{row} takes no case of {}", edge.name));
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+        let ran = OnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared);
+        let wrong = prepared.verdict_on(ran).wrong;
+        assert!(wrong.is_none(), "{row}, {}, {}: {wrong:?}", edge.name, prepared.case);
+    }
+}
+
+fn modified_backward_edges<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    for (turn, edge) in EDGES.into_iter().filter(|edge| edge.backward).enumerate() {
+        let class = class_of(row);
+        let cases = modified(row, turn, &edge);
+        let taken = cases.into_iter().find_map(|case| {
+            if !edge.takes_backward(&case) {
+                return None;
+            }
+            let forward = case.problem(T::DTYPE);
+            let problem = BackwardProblem::builder(&forward).d_lse(case.lse).d_sinks(!case.sinks.is_none());
+            let problem = problem.d_bias(!case.bias.is_none()).build().expect("a type with gradients");
+            let plan = planned(problem.plan_with_row(&gpu.device, row), row, &case)?;
+            Some((edge.backward_of::<T>(class, case), plan))
+        });
+        let (prepared, plan) = taken.unwrap_or_else(|| panic!("{row} takes no case of {}", edge.name));
+        let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+        let ran = BackwardOnDevice::new(&gpu.stream, &prepared).run(&gpu.stream, &mut workspace, &plan, &prepared);
+        let wrong = prepared.verdict_on(ran).wrong;
+        assert!(wrong.is_none(), "{row}, {}, {}: {wrong:?}", edge.name, prepared.case);
+    }
+}
+
+/// Log-sum-exps past 88.7 of modified scores, and scores beside which a sink is nothing or all.
+#[test]
+fn modified_extreme_log_sum_exps() {
+    let Some(gpu) = Gpu::open("modified_extreme_log_sum_exps") else { return };
+    let rows = [gpu.rows(), gpu.modified_rows()].concat();
+    take(&gpu, &rows, &modified_extremes(&head_dims_of(&rows)), "extremes of modified scores, forward", FORWARD);
+    let rows = [gpu.backward_rows(), gpu.modified_backward_rows()].concat();
+    take(&gpu, &rows, &modified_extremes(&head_dims_of(&rows)), "extremes of modified scores, backward", BACKWARD);
+}
+
+/// A softmax scale below the normal range of f32, for e4m3 operands: with factors that make ordinary scores, and with small ones.
+#[test]
+fn e4m3_rows_take_a_scale_below_the_normal_range() {
+    let Some(gpu) = Gpu::open("e4m3_rows_take_a_scale_below_the_normal_range") else { return };
+    for (i, row) in gpu.fp8_rows().iter().enumerate() {
+        let mask = crate::mask_of(row.mask());
+        let case = Case::new(150, 290, row.head_dim_qk(), mask).head_dim_vo(row.head_dim_vo()).heads(1, 4, 2);
+        for (scale, by) in [(8e-39, [1e18, 4e18]), (f32::from_bits(1), [1e18, 4e18]), (8e-39, [1.0, 1.0])] {
+            let case = Case { scale: Some(scale), ..case.clone() };
+            let problem = case.options(DType::E4M3).lse(true).scaling(Scaling::ALL[i % 3]).build().unwrap();
+            let operands = Operands::of_case(&case, &for_row(problem, row), None);
+            let operands = operands.with_factors_times(Input::Q, by[0]).with_factors_times(Input::K, by[1]);
+            let plan = operands.problem().plan_with_row(&gpu.device, row).unwrap();
+            let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+            let on_device = Fp8OnDevice::new(&gpu.stream, &operands);
+            let verdict = on_device.judged::<bf16>(&gpu.stream, &mut workspace, &plan, &operands.expected());
+            assert!(verdict.wrong.is_none(), "{row}, {case}: {:?}", verdict.wrong);
+        }
+    }
 }
 
 /// The rows of a tile on both sides of the border of two chunks, which begin many blocks apart.

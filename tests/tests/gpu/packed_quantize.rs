@@ -81,6 +81,7 @@ impl Drawn {
             seqused_q: of(legal.seqused_q, seqlen_q),
             seqused_kv: of(legal.seqused_kv, seqlen_kv),
             fill_gaps: legal.fill_gaps,
+            ..Packing::default()
         }
     }
 

@@ -10,7 +10,7 @@ use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::Prepared;
 use hopper_attention_tests::sinks::{Sinks, cases, packed_cases};
 
-use crate::by_type::{BACKWARD, FORWARD, judged, take};
+use crate::by_type::{BACKWARD, FORWARD, judged, judged_backward, take};
 use crate::e4m3::take_e4m3;
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
@@ -84,22 +84,27 @@ fn shared<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     }
 }
 
-/// What the mask hides is put right in rows with sinks, too: such elements of O are computed again, with the sink.
+/// What the mask hides is put right in rows with sinks, too: such elements of O are computed again, with the sink. Garbage in a row of Q or
+/// dO spoils the results of that row alone.
 #[test]
 fn garbage_under_the_mask_reaches_no_row_with_a_sink() {
     let Some(gpu) = Gpu::open("garbage_under_the_mask_reaches_no_row_with_a_sink") else { return };
     for row in gpu.rows().into_iter().filter(|row| row.mask() != MaskClass::Full) {
-        hidden(&row).for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
+        hidden(&row, &[Input::Q, Input::K, Input::V])
+            .for_each(|case| with_dtype!(row.dtype(), judged(&gpu, &row, &case)));
+    }
+    for row in gpu.backward_rows().into_iter().filter(|row| row.mask() != MaskClass::Full) {
+        hidden(&row, &Input::ALL).for_each(|case| with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case)));
     }
 }
 
-fn hidden(row: &KernelInfo) -> impl Iterator<Item = Case> + use<> {
+fn hidden(row: &KernelInfo, inputs: &'static [Input]) -> impl Iterator<Item = Case> + use<> {
     let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
     let case = case.head_dim_vo(row.head_dim_vo());
     let kinds = [Sinks::Normal, Sinks::Ten, Sinks::Large, Sinks::Mixed];
     Garbage::ALL.into_iter().zip(kinds).flat_map(move |(garbage, sinks)| {
         let case = case.clone();
-        [Input::K, Input::V].map(|input| Case { sinks, values: Values::Garbage(input, garbage), ..case.clone() })
+        inputs.iter().map(move |&input| Case { sinks, values: Values::Garbage(input, garbage), ..case.clone() })
     })
 }
 

@@ -7,7 +7,7 @@ use hopper_attention::{Args, BackwardPlan, Layout, Slot, Stream, Workspace};
 
 use super::{
     AlibiOnDevice, BiasOnDevice, BlocksOnDevice, Lists, SinksOnDevice, StateOnDevice, given_read, given_read_numbers,
-    given_write, write,
+    given_write, rewrite_others, write,
 };
 use crate::backward::{Outputs, Prepared};
 use crate::bias::BiasImage;
@@ -80,19 +80,32 @@ impl<T: Poison> OnDevice<T> {
         if let (Some((_, to)), Some(from)) = (&mut self.sinks, &d_sinks) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
-        if let (Some((_, to)), Some(from)) = (&mut self.bias, &d_bias) {
+        if let (Some((_, to)), Some(from)) = (&mut self.bias, &d_bias)
+            && !to.rewrite(stream, from)
+        {
             *to = BiasOnDevice::new(stream, from);
         }
     }
 
-    /// Writes another case's inputs, of the same sizes, into the same memory.
+    /// Writes another case's inputs, of the same sizes, into the same memory. (But for offsets and used lengths.)
     pub fn write_inputs(&mut self, stream: &Arc<CudaStream>, prepared: &Prepared<T>) {
         for (to, from) in self.inputs.iter_mut().zip(inputs(prepared)) {
             stream.memcpy_htod(from.data(), to).expect("a copy");
         }
-        self.blocks = prepared.blocks.as_ref().map(|blocks| BlocksOnDevice::new(stream, blocks));
-        self.dropout_state = prepared.dropout_state.as_ref().map(|state| StateOnDevice::new(stream, state));
-        if let (Some((to, _)), Some(from)) = (&mut self.bias, &prepared.bias) {
+        rewrite_others(
+            (&mut self.alibi, prepared.alibi.as_ref()),
+            (&mut self.blocks, prepared.blocks.as_ref()),
+            (&mut self.dropout_state, prepared.dropout_state.as_ref()),
+            stream,
+        );
+        if let (Some((to, _)), Some(from)) = (&mut self.sinks, &prepared.sinks)
+            && !to.rewrite(stream, from)
+        {
+            *to = SinksOnDevice::new(stream, from);
+        }
+        if let (Some((to, _)), Some(from)) = (&mut self.bias, &prepared.bias)
+            && !to.rewrite(stream, from)
+        {
             *to = BiasOnDevice::new(stream, from);
         }
         stream.memcpy_htod(prepared.lse.data(), &mut self.lse).expect("a copy");

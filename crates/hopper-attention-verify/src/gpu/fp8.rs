@@ -230,6 +230,14 @@ impl<O: OutputOf<E4M3>> Outputs<O> {
         args
     }
 
+    /// Whether nothing was written: what must hold after a capture.
+    pub fn untouched(&self, stream: &Arc<CudaStream>) -> bool {
+        let is_nan = |written: Written<O>| {
+            written.o.iter().all(|o| o.to_f32().is_nan()) && written.lse.iter().all(|x| x.is_nan())
+        };
+        self.written(stream).is_ok_and(is_nan)
+    }
+
     /// What was written, after what is enqueued on the stream.
     ///
     /// # Errors
