@@ -25,7 +25,8 @@ use crate::operand::{Slot, SlotSet};
 /// With packed sequences or used lengths, query 0 and key 0 of a bias are the first of each sequence, and batch entries are sequences.
 /// [`covering`](Self::covering) says how long sequences may be.
 ///
-/// GPUs have no gradients of one beside a softcap: a plan refuses these by name.
+/// GPUs have no backward pass with a bias and a softcap, also where the gradient of the bias is not asked for: a plan refuses it by
+/// name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[must_use]
 pub struct Bias {
@@ -50,7 +51,8 @@ impl Bias {
     ///
     /// - A sequence has at most `keys` keys, and where each query has numbers of its own, at most `queries` queries. Longer ones are
     ///   refused where the host knows the lengths.
-    /// - Where the device alone knows them, the rows of a longer sequence that are not covered count as rows after its used length.
+    /// - Where the device alone knows them, a longer sequence is cut to the size of the bias. The rows of its queries and keys past
+    ///   that are as those after a used length.
     /// - `queries` changes nothing where the queries share their numbers.
     pub fn covering(self, queries: usize, keys: usize) -> Self {
         Self { covering: Some([queries, keys]), ..self }

@@ -38,6 +38,11 @@ pub const MASK_BLOCK_WORDS: usize = MASK_BLOCK * MASK_BLOCK / 32;
 /// The bits of a partial block are 512 words: 4 for each of its 128 queries. Bit `j % 32` of word `j / 32` of a query is key `j`.
 /// Bits of queries and keys past the end of the sequences are not used.
 ///
+/// # What takes lists
+///
+/// Not packed sequences and used lengths: `build` refuses them. A GPU computes the forward up to head dim 256, the backward up to
+/// 128, and up to 2^21 queries and keys.
+///
 /// # Wrong contents
 ///
 /// The lists may hold wrong numbers. The CPU then refuses the run ([`Error::Value`]). A GPU uses them by the rule below. Nothing

@@ -24,8 +24,9 @@ impl ForwardProblemBuilder {
     ///   the mask, nor on how sequences are packed. [`reference::DropoutMask`](crate::reference::DropoutMask) says for each pair
     ///   whether it is kept.
     /// - A backward pass made from this problem must read the same seed and offset as the forward pass.
-    /// - The CPU computes dropout, and so do GPUs for bf16 and f16. Of sm90 kernels, masks of class window above head dim 128
-    ///   (packed: above 64) have none, and of sm80 kernels packed sequences. A plan for these or of e4m3 operands is refused.
+    /// - The CPU computes dropout, and so do GPUs for bf16 and f16. `build` refuses e4m3 operands. On a Hopper GPU some forward
+    ///   problems run in sm80 kernels (`docs/numerics.md` lists them). A plan that [asks](Self::arch) for sm90 kernels there is
+    ///   refused.
     ///
     /// A run reads the operand [`Slot::DropoutState`]: the seed and the offset, as four `i32` words
     /// ([`dropout_state`](crate::dropout_state)). It is read while the pass computes. So a program may change them in memory

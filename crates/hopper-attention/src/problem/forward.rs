@@ -17,9 +17,11 @@ use crate::mask::Mask;
 use crate::operand::{Operand, Operands, Slot, SlotSet};
 use crate::scaling::{Rows, Scaling};
 
-/// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options. With a
-/// [`softcap`](ForwardProblemBuilder::softcap) the scores are capped before the mask. A [`bias`](ForwardProblemBuilder::bias) is then
-/// added to them, and with [`alibi`](ForwardProblemBuilder::alibi) they fall with the distance of query and key.
+/// A forward pass `O = softmax(mask(softmax_scale * Q K^T)) V`: sizes, element type, mask and options.
+///
+/// Options change the scores in this order: the softmax scale, the [`softcap`](ForwardProblemBuilder::softcap), the
+/// [`bias`](ForwardProblemBuilder::bias), [`alibi`](ForwardProblemBuilder::alibi), the mask. Then come the softmax, with
+/// [`sinks`](ForwardProblemBuilder::sinks) where there are any, and [`dropout`](ForwardProblemBuilder::dropout).
 ///
 /// A problem holds numbers and no memory. It is checked when it is built. It does not depend on a device. It implements
 /// `Eq` and `Hash`, so that a program can keep a map from problems to plans.
@@ -137,6 +139,9 @@ impl ForwardProblemBuilder {
     ///   bottom-right.
     /// - Rows before the first offset and from the last offset on belong to no sequence (*gaps*). They are not read, and not
     ///   written unless [`fill_gaps`](Self::fill_gaps) says so.
+    /// - On a GPU a stride in `seqlen` is below 2^32 elements. Where a tensor of such a problem has a batch dimension, its stride is a
+    ///   multiple of that in `seqlen`, and `(batch - 1) * stride_batch / stride_seqlen + seqlen` is below 2^31 - 1. A run refuses
+    ///   others by name. Problems with used lengths have the same rules.
     ///
     /// Q may be packed where K and V are not, and the other way round.
     pub fn packed_q(self, packed: bool) -> Self {
@@ -218,7 +223,8 @@ impl ForwardProblemBuilder {
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
     /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
     /// computes everything again, and the run takes more than twice as long. Otherwise the second kernel returns at once. The
-    /// CPU always sums in f32, and so does a GPU where sequences are packed or have used lengths.
+    /// CPU always sums in f32. So does a GPU with packed sequences, used lengths, a [`softcap`](Self::softcap) or a
+    /// [`block_mask`](Self::block_mask).
     pub fn half_scores(self, allowed: bool) -> Self {
         Self { half_scores: allowed, ..self }
     }

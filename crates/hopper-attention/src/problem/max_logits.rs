@@ -9,8 +9,8 @@ impl ForwardProblemBuilder {
     /// It is the maximum over batches, queries and the keys that the mask keeps, of all sequences. (Optimisers that bound the
     /// scores of each head, such as MuonClip, read it.)
     ///
-    /// - A score is what enters the softmax: `softmax_scale * q . k`, after the [`softcap`](Self::softcap) and
-    ///   [`alibi`](Self::alibi). [`sinks`](Self::sinks) are not counted.
+    /// - A score is what enters the softmax: `softmax_scale * q . k`, after the [`softcap`](Self::softcap), the
+    ///   [`bias`](Self::bias) and [`alibi`](Self::alibi). [`sinks`](Self::sinks) are not counted.
     /// - A head without any kept key has -inf. A score that is NaN is not counted.
     /// - A score that overflows f32 is infinite, and counted. With a softcap it is the cap, or minus that.
     /// - The same inputs give the same bits.
