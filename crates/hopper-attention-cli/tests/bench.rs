@@ -259,15 +259,15 @@ fn a_sweep_with_dropout() {
 #[test]
 fn a_sweep_with_a_bias() {
     for (bias, name, more) in [
-        ("f32:bhq", "bias-f32-bhq", "--masks causal"),
-        ("bf16:hq:hidden", "bias-bf16-hq-hidden", "--masks window:9 --quarter --layout bhsd"),
-        ("f16::mask", "bias-f16-mask", "--masks full --alibi --dropout 0.2"),
-        ("f32:q:hidden", "blocks2", "--block-mask 1/2"),
+        ("f32:bhq", "bias-f32-bhq", "--batch 2 --masks causal"),
+        ("bf16:hq:hidden", "bias-bf16-hq-hidden", "--batch 2 --masks window:9 --quarter --layout bhsd"),
+        ("f16::mask", "bias-f16-mask", "--batch 2 --masks full --alibi --dropout 0.2"),
+        ("f32:q:hidden", "blocks2", "--batch 2 --block-mask 1/2"),
         ("bf16:bh:hidden", "equal60", "--packed --tokens 120 --masks causal --filter equal60"),
     ] {
         let folder = tempfile::tempdir().expect("a folder");
         let options = format!(
-            "bench --device cpu --seqlens 60 --hidden 32 --dims 16 --dtypes bf16 --directions fwd,bwd --batch 2 \
+            "bench --device cpu --seqlens 60 --hidden 32 --dims 16 --dtypes bf16 --directions fwd,bwd \
              --iters 3 --seed 7 --bias {bias} {more} --output"
         );
         let mut options: Vec<&str> = options.split_whitespace().collect();
