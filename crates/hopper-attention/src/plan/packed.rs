@@ -84,7 +84,7 @@ mod tests {
     use super::*;
     use crate::arch::{DeviceFacts, MaskClass, Pass};
     use crate::dtype::DType;
-    use crate::plan::{select, select_backward};
+    use crate::plan::{BackwardChoice, Choice, select, select_backward};
     use crate::problem::BackwardProblem;
     use crate::table::tests::ROW;
     use proptest::prelude::*;
@@ -140,6 +140,37 @@ mod tests {
         let problem = ForwardProblem::builder(DType::BF16, dims).packed(true).build().unwrap();
         let sum_blocks = |arch| Packed::of(&problem, &row(arch)).sum_blocks;
         assert_eq!((sum_blocks(Arch::Sm80), sum_blocks(Arch::Sm90)), (100 / 64 + 9, 0));
+    }
+
+    /// A hint has a part in the choice of a kernel and in the groups of heads, and in nothing that must hold for all lengths.
+    #[test]
+    fn whatever_the_hints_there_is_room_for_all_lengths() {
+        let hints = [None, Some(0), Some(1), Some(300), Some(usize::MAX)];
+        let dims = Dims::new(5, 1000, 4, 128).with_heads_kv(2);
+        let mut kernels = std::collections::BTreeSet::new();
+        for (q, kv) in hints.into_iter().flat_map(|q| hints.map(|kv| (q, kv))) {
+            let problem = |[q, kv]: [Option<usize>; 2]| {
+                let options = ForwardProblem::builder(DType::BF16, dims).packed(true).lse(true);
+                let options = q.into_iter().fold(options, |options, hint| options.max_seqlen_q(hint));
+                kv.into_iter().fold(options, |options, hint| options.max_seqlen_kv(hint)).build().unwrap()
+            };
+            let tiles = |row: KernelInfo| [64, 128, 192].map(|tile_m| KernelInfo { row: tile_m as u32, tile_m, ..row });
+            let with = select(&problem([q, kv]), &H100, &tiles(row(Arch::Sm90))).unwrap();
+            let without = select(&problem([None; 2]), &H100, &[with.kernel]).unwrap();
+            let room = |choice: &Choice| (choice.tiles, choice.grid, choice.bounds, choice.workspace_bytes());
+            assert_eq!(room(&with), room(&without), "{q:?} {kv:?}");
+            kernels.insert(with.kernel.tile_m);
+
+            let backward = |hints| BackwardProblem::builder(&problem(hints)).build().unwrap();
+            let row = KernelInfo { pass: Pass::Backward, ..row(Arch::Sm90) };
+            let [with, without] =
+                [[q, kv], [None; 2]].map(|hints| select_backward(&backward(hints), &H100, &[row]).unwrap());
+            let room =
+                |choice: &BackwardChoice| (choice.tiles, choice.grid, choice.blocks, choice.packed, choice.parts());
+            assert_eq!(room(&with), room(&without), "{q:?} {kv:?}");
+        }
+        // The hint is looked at.
+        assert!(kernels.len() > 1, "{kernels:?}");
     }
 
     #[test]
