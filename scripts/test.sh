@@ -154,7 +154,7 @@ for name in $(for file in {crates/*,benches,tests,examples/*}/tests/{*.rs,*/main
   [ ! -e "$file" ] || basename "${file%/main.rs}" .rs
 done | sort -u); do
   case $name in
-    accuracy | capi | capi_fp8 | cpu | cpu_* | edges | fp8_accuracy | fp8_long | training | visits) ;; # tests/
+    accuracy | capi | capi_fp8 | capi_packed | cpu | cpu_* | edges | fp8_accuracy | fp8_long | training | visits) ;; # tests/
     backward | empty | raw | run) ;; # crates/hopper-attention
     alibi | bias | block_lists | blocks | compile_fail | dropout | no_memory | packed_fp8 | processes) ;;
     quantize | range | shared_buffer | sinks | softcap | uninitialised) ;;
