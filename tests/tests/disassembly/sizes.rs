@@ -18,6 +18,9 @@ pub fn is_plain(row: &KernelInfo) -> bool {
 
 /// Holds the kernels that a build has against the file. Of another compiler nothing is known.
 pub fn check(kernels: Vec<(String, usize)>) {
+    let mut names: Vec<&str> = kernels.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "two kernels with one name: {names:?}");
     let compiler = compiler();
     let held = std::fs::read_to_string(FILE).unwrap_or_default();
     let (of, lines) = held.split_once('\n').unwrap_or_default();
