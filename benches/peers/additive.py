@@ -159,7 +159,8 @@ def sides(p):
 
 def gradient(p, q, k, v, d_o, bias, factors, torch):
     """The gradient in f64 of the first and the last batch entry and head of the bias: (batch entry, head, rows, [rows, keys]). Of packed
-    sequences the longest two: of a short one little more is left than rounding. `rows` are the first and the last queries. `factors` gives what dropout multiplies weights by, of a sequence, head and rows of queries."""
+    sequences the longest two: of a short one little more is left than rounding. `rows` are the first and the last queries. `factors`
+    gives what dropout multiplies weights by, of a sequence, a head, rows of queries and so many keys."""
     batches, heads, queries, width = bias.shape
     group, scale, count = p["heads_q"] // p["heads_kv"], p["head_dim"] ** -0.5, sizes(p)[0]
     sequences = sides(p)

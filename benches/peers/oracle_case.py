@@ -42,6 +42,10 @@ class OracleCase(unittest.TestCase):
         want = self.torch.autograd.grad(self.exact(p), (self.q, self.k, self.v), self.d_o)
         with self.torch.no_grad():
             made = backward.oracle(p, self.q, self.k, self.v, self.d_o, self.torch)
+        self.same_gradients(made, want)
+
+    def same_gradients(self, made, want):
+        """`made`: of backward.oracle. `want`: of autograd, of Q, K and V first."""
         for b, kv, heads, d_q, d_k, d_v in made:
             for mine, exact in ((d_q, want[0][b, :, heads].transpose(0, 1)), (d_k, want[1][b, :, kv]), (d_v, want[2][b, :, kv])):
                 self.torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)

@@ -127,10 +127,7 @@ class Oracles(OracleCase):
             with torch.no_grad():
                 made = backward.oracle(p, self.q, self.k, self.v, self.d_o, torch, None, bias)
                 of_bias = backward.of_bias(p, self.q, self.k, self.v, self.d_o, bias, torch)
-            for b, kv, heads, *gradients in made:
-                own = (want[0][b, :, heads].transpose(0, 1), want[1][b, :, kv], want[2][b, :, kv])
-                for mine, exact in zip(gradients, own):
-                    torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+            self.same_gradients(made, want)
             for b, h, rows, d_bias in of_bias:
                 exact = want[3][b, h].nan_to_num()
                 torch.testing.assert_close(d_bias, exact if rows is None else exact[rows], rtol=1e-10, atol=1e-12)

@@ -58,10 +58,7 @@ class Biased(OracleCase):
             with torch.no_grad():
                 made = backward.oracle(p, self.q, self.k, self.v, self.d_o, torch, None, bias)
                 of_bias = backward.of_bias(p, self.q, self.k, self.v, self.d_o, bias, torch)
-            for b, kv, heads, *gradients in made:
-                own = (want[0][b, :, heads].transpose(0, 1), want[1][b, :, kv], want[2][b, :, kv])
-                for mine, exact in zip(gradients, own):
-                    torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+            self.same_gradients(made, want)
             # Of packed sequences the longest two.
             first, last = (0, bias.size(0) - 1) if bias.size(0) < 3 else (0, 1)
             self.assertEqual({(b, h) for b, h, *_ in of_bias}, {(first, 0), (last, bias.size(1) - 1)})

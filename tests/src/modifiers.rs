@@ -27,13 +27,7 @@ pub fn of_other_masks<K>(
     head_dims: &[usize],
     modified: impl Fn(usize, Case, K) -> Case,
 ) -> Vec<Case> {
-    let all = OTHER_MASKS.into_iter().flat_map(|mask| kinds.clone().map(move |kind| (mask, kind)));
-    let of = |(turn, (mask, kind)): (usize, (Mask, K))| {
-        // Kinds may be as many as sizes. So each mask begins with another size.
-        let size = SIZES[(turn + turn / SIZES.len()) % SIZES.len()];
-        modified(turn, dense(turn, size, head_dims[turn % head_dims.len()], mask), kind)
-    };
-    all.enumerate().map(of).collect()
+    with_other_masks(kinds, &SIZES, head_dims, dense, modified)
 }
 
 /// The same of packed sequences and used lengths.
@@ -42,10 +36,22 @@ pub fn packed_of_other_masks<K>(
     head_dims: &[usize],
     modified: impl Fn(usize, Case, K) -> Case,
 ) -> Vec<Case> {
+    with_other_masks(kinds, &PACKINGS, head_dims, packed, modified)
+}
+
+/// The cases that `made` makes of each turn, in which sizes, or kinds of packing, take turns as well.
+fn with_other_masks<K, S: Copy>(
+    kinds: impl Iterator<Item = K> + Clone,
+    sizes: &[S],
+    head_dims: &[usize],
+    made: impl Fn(usize, S, usize, Mask) -> Case,
+    modified: impl Fn(usize, Case, K) -> Case,
+) -> Vec<Case> {
     let all = OTHER_MASKS.into_iter().flat_map(|mask| kinds.clone().map(move |kind| (mask, kind)));
     let of = |(turn, (mask, kind)): (usize, (Mask, K))| {
-        let packing = PACKINGS[(turn + turn / PACKINGS.len()) % PACKINGS.len()];
-        modified(turn, packed(turn, packing, head_dims[turn % head_dims.len()], mask), kind)
+        // Kinds may be as many as sizes. So each mask begins with another size.
+        let size = sizes[(turn + turn / sizes.len()) % sizes.len()];
+        modified(turn, made(turn, size, head_dims[turn % head_dims.len()], mask), kind)
     };
     all.enumerate().map(of).collect()
 }

@@ -1,5 +1,7 @@
 //! The additive bias of a point: what it holds, and memory for it and its gradient.
 
+use std::ops::Range;
+
 use anyhow::{Context as _, Result};
 use hopper_attention::{Args, Bias, DType, Float, Layout, Slot, TensorMut, TensorRef, bf16, f16};
 use hopper_attention_verify::bias::BiasDraw;
@@ -172,10 +174,16 @@ impl Seen {
         Self { sequence, by_any }
     }
 
-    /// Whether a row of the bias has a number for a key that is read.
-    fn by(&self, query: usize, key: usize) -> bool {
-        let own = || query < self.sequence.seqlen_q() && self.sequence.sees(query, key);
-        if self.by_any.is_empty() { own() } else { self.by_any.get(key).is_some_and(|&seen| seen) }
+    /// The keys of a row of the bias, of which [`keeps`](Self::keeps) tells those that are read.
+    fn keys(&self, query: usize) -> Range<usize> {
+        match self.by_any.len() {
+            0 if query < self.sequence.seqlen_q() => self.sequence.keys(query),
+            shared => 0..shared,
+        }
+    }
+
+    fn keeps(&self, query: usize, key: usize) -> bool {
+        self.by_any.get(key).copied().unwrap_or_else(|| self.sequence.lists_keep(query, key))
     }
 }
 
@@ -247,12 +255,14 @@ impl Point {
             let mut rng = SmallRng::seed_from_u64(seed ^ 0x6269_6173 ^ (number as u64) << 32);
             // Of a dense point all batch entries are alike.
             let seen = &sequences[number / (heads * queries) % sequences.len()];
+            let query = number % queries;
+            let read = seen.keys(query);
             // A row that all queries share would hide everything.
             let whole = seen.by_any.is_empty() && rng.random_range(0..8) == 7;
             for (key, to) in row.iter_mut().enumerate() {
                 let normal = 2.0 * rng.sample::<f64, _>(StandardNormal);
                 let draw = BiasDraw { whole, one_of: rng.random_range(0..12), normal };
-                *to = narrow(self.bias.number(seen.by(number % queries, key), draw));
+                *to = narrow(self.bias.number(read.contains(&key) && seen.keeps(query, key), draw));
             }
         };
         let threads = std::thread::available_parallelism().map_or(1, usize::from);

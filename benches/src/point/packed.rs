@@ -150,13 +150,7 @@ impl Point {
     pub(crate) fn sides(&self) -> Vec<(usize, Range<usize>)> {
         match &self.packed {
             None => (0..self.batch).map(|batch| (batch, 0..self.seqlen)).collect(),
-            Some(packed) => {
-                let ends = packed.lengths.iter().scan(0, |end, &length| {
-                    *end += length;
-                    Some((0, *end - length..*end))
-                });
-                ends.collect()
-            }
+            Some(packed) => packed.offsets().windows(2).map(|ends| (0, ends[0] as usize..ends[1] as usize)).collect(),
         }
     }
 }

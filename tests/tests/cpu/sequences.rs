@@ -115,7 +115,8 @@ fn a_sequence_of_e4m3_has_the_bits_of_the_dense_problem() {
     }
 }
 
-/// 128k rows (gradients: 8k) beside a thousand sequences of one row. The long one has the bits of the dense problem. The oracle judges the short ones.
+/// 128k rows (gradients: 8k) beside a thousand sequences of one row. The long one has the bits of the dense problem. The oracle judges
+/// the short ones.
 #[test]
 fn one_long_sequence_among_short_ones() {
     let (case, own) = packed::one_long_among_short(1 << 17, 500, 8, 8);

@@ -144,7 +144,7 @@ mod tests {
 
     /// A hint has a part in the choice of a kernel and in the groups of heads, and in nothing that must hold for all lengths.
     #[test]
-    fn whatever_the_hints_there_is_room_for_all_lengths() {
+    fn whatever_the_hints_all_lengths_fit() {
         let hints = [None, Some(0), Some(1), Some(300), Some(usize::MAX)];
         let dims = Dims::new(5, 1000, 4, 128).with_heads_kv(2);
         let mut kernels = std::collections::BTreeSet::new();
@@ -157,17 +157,17 @@ mod tests {
             let tiles = |row: KernelInfo| [64, 128, 192].map(|tile_m| KernelInfo { row: tile_m as u32, tile_m, ..row });
             let with = select(&problem([q, kv]), &H100, &tiles(row(Arch::Sm90))).unwrap();
             let without = select(&problem([None; 2]), &H100, &[with.kernel]).unwrap();
-            let room = |choice: &Choice| (choice.tiles, choice.grid, choice.bounds, choice.workspace_bytes());
-            assert_eq!(room(&with), room(&without), "{q:?} {kv:?}");
+            let sizes = |choice: &Choice| (choice.tiles, choice.grid, choice.bounds, choice.workspace_bytes());
+            assert_eq!(sizes(&with), sizes(&without), "{q:?} {kv:?}");
             kernels.insert(with.kernel.tile_m);
 
             let backward = |hints| BackwardProblem::builder(&problem(hints)).build().unwrap();
             let row = KernelInfo { pass: Pass::Backward, ..row(Arch::Sm90) };
             let [with, without] =
                 [[q, kv], [None; 2]].map(|hints| select_backward(&backward(hints), &H100, &[row]).unwrap());
-            let room =
+            let sizes =
                 |choice: &BackwardChoice| (choice.tiles, choice.grid, choice.blocks, choice.packed, choice.parts());
-            assert_eq!(room(&with), room(&without), "{q:?} {kv:?}");
+            assert_eq!(sizes(&with), sizes(&without), "{q:?} {kv:?}");
         }
         // The hint is looked at.
         assert!(kernels.len() > 1, "{kernels:?}");
