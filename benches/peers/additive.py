@@ -162,7 +162,7 @@ def gradient(p, q, k, v, d_o, bias, factors, torch):
     sequences the longest two: of a short one little more is left than rounding. `rows` are the first and the last queries. `factors`
     gives what dropout multiplies weights by, of a sequence, a head, rows of queries and so many keys."""
     batches, heads, queries, width = bias.shape
-    group, scale, count = p["heads_q"] // p["heads_kv"], p["head_dim"] ** -0.5, sizes(p)[0]
+    group, scale, count = p["heads_q"] // p["heads_kv"], entry.scale(p), sizes(p)[0]
     sequences = sides(p)
     chunks = [torch.arange(first, min(first + CHUNK, count), device=q.device) for first in range(0, count, CHUNK)]
     if queries > 1:

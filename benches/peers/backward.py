@@ -155,7 +155,7 @@ def flash_saved(p, q, k, v, torch):
     # It takes as many key heads as query heads, in the order [batch, heads, seqlen, head_dim].
     group = p["heads_q"] // p["heads_kv"]
     heads_first = [q.transpose(1, 2), *(x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k, v))]
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, is_causal=p["causal"])[:2]
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, is_causal=p["causal"], **entry.keywords_of_scale(p, "scale"))[:2]
     o = entry.like_output(p, q, torch).copy_(o.transpose(1, 2))
     return o, lse[:, :, : entry.queries(p)].contiguous()
 
@@ -209,7 +209,7 @@ def exact(p, q, keys, values, d_o, torch, first_head=0, batch=0, of_draws=False,
     """dQ [heads, queries, dim], dK [keys, dim] and dV of one sequence and a key head, in f64, and their variances. `first_head`:
     that of q. `batch`: the number of the sequence. With `of_draws` there is no dropout; the variances, else None, are those that it
     has over all draws."""
-    s, queries, scale = keys.size(0), q.size(1), 1.0 / math.sqrt(p["head_dim"])
+    s, queries, scale = keys.size(0), q.size(1), entry.scale(p)
     columns = torch.arange(s, device=q.device)
     own = torch.arange(queries, device=q.device) + (s - queries)  # of each query: the last sees the last key
     d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)

@@ -99,6 +99,16 @@ def like_output(p, q, torch, dtype=None):
     return o.permute([order.index(axis) for axis in range(4)])
 
 
+def scale(p):
+    """The softmax scale: 1 / sqrt(head dim), if the point's file does not say otherwise."""
+    return p.get("file", {}).get("scale", 1.0 / math.sqrt(p["head_dim"]))
+
+
+def keywords_of_scale(p, name):
+    """The softmax scale as a keyword argument of this name for a library. Nothing where it is the default, which all of them have."""
+    return {name: scale(p)} if "scale" in p.get("file", {}) else {}
+
+
 def queries(p):
     """The queries of a sequence: as many as keys, if the point does not say otherwise."""
     return p.get("queries", p["seqlen"])
@@ -194,7 +204,7 @@ def filled(kind, p, tensors, lse, stream, offsets=None, slopes=None, lists=None,
     window = p.get("window")
     a.mask = MASKS["window" if window is not None else "causal" if p["causal"] else "full"]
     a.window_left, a.window_right = (-1, -1) if window is None else (window, 0)
-    a.softmax_scale = 1.0 / math.sqrt(p["head_dim"])
+    a.softmax_scale = scale(p)
     a.softcap = p.get("softcap", 0)
     if slopes is not None:
         a.alibi_slopes = slopes.data_ptr()

@@ -37,6 +37,7 @@ def keywords(p, torch):
     additive.refuse("fa3", p)
     sdpa.refuse_options("flash_attn_3", p, ("alibi", "blocks", "dropout"))
     said = {"is_causal": p["causal"], "softcap": float(p.get("softcap", 0.0))}
+    said.update(entry.keywords_of_scale(p, "softmax_scale"))
     if p.get("window") is not None:
         said.update(is_causal=False, window_size_left=p["window"], window_size_right=0)
     if entry.lengths(p) is not None:

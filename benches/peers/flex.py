@@ -30,6 +30,7 @@ class Flex:
         self.qkv = tuple(x.transpose(1, 2) for x in (q, k, v))
         score = self.score(float(p.get("softcap", 0)), entry.slopes(p, self.torch, q.device), keys - queries, bias)
         self.keywords = {"score_mod": score, "enable_gqa": p["heads_q"] != p["heads_kv"]}
+        self.keywords.update(entry.keywords_of_scale(p, "scale"))
         if p["causal"]:
             kept = self.kept(keys - queries, p.get("window"))
             self.keywords["block_mask"] = self.block_mask(kept, None, None, queries, keys, device=q.device)

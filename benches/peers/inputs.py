@@ -1,5 +1,5 @@
 """What Q, K and V hold at a point: the classes of crates/hopper-attention-verify/src/inputs.rs, whose comments say what each is
-for. Scores are at the default softmax scale, in natural units."""
+for, or the tensors of a file. Scores of the classes are at the default softmax scale, in natural units."""
 
 import math
 
@@ -18,8 +18,28 @@ def of(p):
     return p.get("inputs", "normal")
 
 
+def is_normal(p):
+    """Whether Q, K and V of a point are normal numbers."""
+    return of(p) == "normal" and "file" not in p
+
+
+def of_file(p, name, layout, torch, device="cuda"):
+    """A tensor of the point's file: `q`, `k`, `v` or `d_o`. It is f32, logically [batch, seqlen, heads, head_dim], and stored as the
+    layout says. The file's sequences are repeated along the batch. None if the point has no file, or the file no such tensor."""
+    tensors = p["file"]["tensors"] if "file" in p else {}
+    if name not in tensors:
+        return None
+    with open(tensors[name]["path"], "rb") as file:
+        x = torch.frombuffer(bytearray(file.read()), dtype=torch.float32).reshape(tensors[name]["shape"])
+    x = x.to(device)[torch.arange(p["batch"], device=device) % p["file"]["sequences"]]
+    return x if layout == "bshd" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def words(points):
     """What inputs hold, in the words of a report; benches/src/harness/mod.rs has the same."""
+    files = list(dict.fromkeys(p["file"]["name"] for p in points if "file" in p))
+    if files:
+        return f"inputs of files, repeated along the batch: {', '.join(files)}"
     changed = list(dict.fromkeys(of(p) for p in points if of(p) != "normal"))
     return "unit-variance normal inputs" + (f", or these as {', '.join(changed)}" if changed else "")
 

@@ -69,6 +69,7 @@ class Sdpa:
         if bias is not None:
             mine = bias if bias.requires_grad else self.leaf(p, bias, q)
             self.keywords = {"attn_mask": additive.attn_mask(p, mine, self.torch)}
+        self.keywords.update(entry.keywords_of_scale(p, "scale"))
         if p["heads_q"] != p["heads_kv"]:
             self.keywords["enable_gqa"] = True
         if p.get("dropout"):

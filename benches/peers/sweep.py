@@ -112,6 +112,7 @@ class Flash:
         if p.get("blocks"):
             raise RuntimeError(f"{entry.STATUS[2]}: the sweep gives {self.package} no blocks")
         self.function, self.qkv, self.keywords = self.dense, (q, k, v), {"causal": p["causal"]}
+        self.keywords.update(entry.keywords_of_scale(p, "softmax_scale"))
         if p.get("window") is not None:
             self.keywords["window_size"] = (p["window"], 0)
         self.packed = entry.lengths(p) is not None
@@ -251,7 +252,9 @@ def rounded(p, x, torch):
 
 
 def operands(p, layout, torch):
-    """Q, K and V, of the point's class of inputs."""
+    """Q, K and V, of the point's class of inputs or of its file."""
+    if "file" in p:
+        return [rounded(p, inputs.of_file(p, name, layout, torch), torch) for name in ("q", "k", "v")]
     q = drawn(p, entry.queries(p), p["heads_q"], layout, torch)
     k, v = (drawn(p, p["seqlen"], p["heads_kv"], layout, torch, d) for d in (p["head_dim"], entry.values(p)))
     inputs.change(p, q, k, torch)
@@ -275,7 +278,7 @@ def oracle(p, q, k, v, torch, variances=None, bias=None):
     out = []
     for b, h in sorted({(0, 0), (last_b, last_h), (last_b // 2, last_h // 3)}):
         kv = h // (p["heads_q"] // p["heads_kv"])
-        scores = q[b, rows, h].double() @ k[b, :, kv].double().T / math.sqrt(p["head_dim"])
+        scores = q[b, rows, h].double() @ k[b, :, kv].double().T * entry.scale(p)
         scores, _ = entry.capped(p, scores, torch)
         scores = entry.biased(p, scores, h, rows + (keys - s), torch)
         packed = number is not None
@@ -453,7 +456,10 @@ class BackwardPoint:
         self.p, self.torch = p, torch
         forward = ForwardPoint(p, layout, torch)
         (q, k, v), bias = forward.qkv, forward.bias
-        d_o = rounded(p, drawn(p, entry.queries(p), p["heads_q"], layout, torch, entry.values(p)), torch)
+        d_o = inputs.of_file(p, "d_o", layout, torch)
+        if d_o is None:
+            d_o = drawn(p, entry.queries(p), p["heads_q"], layout, torch, entry.values(p))
+        d_o = rounded(p, d_o, torch)
         self.given = {"q": q, "k": k, "v": v, "o": None, "lse": None, "d_o": d_o, "bias": bias}
         judge = lambda x, o: forward.check(x, (o,), None)[1]
         try:
@@ -475,7 +481,7 @@ class BackwardPoint:
     def check(self, x, outputs, agreed):
         if dropout.is_own(self.p, x):
             return dropout.check(self.p, backward.drawn(outputs, self.mean, self.variances), outputs, self.torch)
-        normal = inputs.of(self.p) == "normal"
+        normal = inputs.is_normal(self.p)
         return backward.check(self.p, outputs, self.reference, agreed, backward.BOUNDS[self.p["dtype"]], self.torch, normal, self.biases)
 
     def changed(self, before, after):

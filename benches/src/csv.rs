@@ -89,7 +89,7 @@ pub fn write(report: &Report, writer: impl Write) -> Result<()> {
                 number(s.map(|s| s.q1_ms)),
                 number(s.map(|s| s.q3_ms)),
                 number(run.host_us),
-                p.inputs.to_string(),
+                p.inputs_name().into(),
                 p.packed.as_ref().map_or_else(String::new, |packed| packed.kind.to_string()),
                 p.sequences().to_string(),
                 p.packed.as_ref().map_or(p.seqlen, Packed::longest).to_string(),

@@ -188,7 +188,7 @@ impl Numbers {
             corner: 0,
             window_left: point.window.map_or(Ok(-1), size)?,
             window_right: if point.window.is_some() { 0 } else { -1 },
-            softmax_scale: 1.0 / (point.head_dim as f32).sqrt(),
+            softmax_scale: point.scale() as f32,
             softcap: point.cap(),
         })
     }

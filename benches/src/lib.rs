@@ -20,6 +20,7 @@ pub mod csv;
 #[cfg(feature = "cuda")]
 pub mod entry;
 pub mod few;
+mod files;
 mod growth;
 mod harness;
 pub mod host;
@@ -41,11 +42,14 @@ pub const ARCH_VARIABLE: &str = "HATTN_PEER_ARCH";
 /// The environment variable by which `hattn bench --sm-margin` makes our entry leave so many multiprocessors to others.
 pub const SM_MARGIN_VARIABLE: &str = "HATTN_PEER_SM_MARGIN";
 
+pub use files::{FileTensor, FileTensors};
 pub use harness::{Apart, Cpu, Event, Harness, Job, PyTorch, RawRun, Ready, Sink, WARM_UPS};
 #[cfg(feature = "cuda")]
 pub use harness::{Cuda, EventClock, Rows};
 pub use hopper_attention_verify::inputs::Class;
-pub use point::{DENSE, Direction, FullBlocks, HeadDims, Kind, Order, Packed, Point, PointMask, Precision};
+pub use point::{
+    DENSE, Direction, FullBlocks, HeadDims, InputFile, Kind, Order, Packed, Point, PointMask, Precision, Scale,
+};
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};

@@ -3,12 +3,13 @@
 mod bias;
 mod blocks;
 mod dropout;
+mod file;
 mod head_dims;
+mod mask;
 mod packed;
 
 use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 
 use anyhow::{Context as _, Result, ensure};
 use hopper_attention::{BackwardProblem, DType, Dims, ForwardProblem, Layout, Mask, Slot};
@@ -19,7 +20,9 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use bias::BiasTensor;
 pub use blocks::FullBlocks;
+pub use file::{InputFile, Scale};
 pub use head_dims::HeadDims;
+pub use mask::PointMask;
 pub use packed::{DENSE, Kind, Packed};
 
 use crate::text::thousands;
@@ -102,31 +105,6 @@ pub enum Order {
     Bhsd,
 }
 
-/// Which keys a point's queries see; on a command line `full`, `causal` or `window:1024`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PointMask {
-    /// Every key.
-    Full,
-    /// The keys up to their own.
-    Causal,
-    /// Their own and so many keys before it.
-    Window(usize),
-}
-
-impl FromStr for PointMask {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match (text, text.strip_prefix("window:").map(str::parse)) {
-            ("full", _) => Ok(Self::Full),
-            ("causal", _) => Ok(Self::Causal),
-            (_, Some(Ok(keys))) => Ok(Self::Window(keys)),
-            _ => Err("full, causal, or window:N for a query's own key and N keys before it".into()),
-        }
-    }
-}
-
 /// One point of a sweep: equal head dims but where `head_dim_vo` says otherwise, and equal query and key lengths but where `queries`
 /// does.
 ///
@@ -177,6 +155,9 @@ pub struct Point {
     /// What Q, K and V hold.
     #[serde(default, skip_serializing_if = "Class::is_normal")]
     pub inputs: Class,
+    /// The file that has Q, K and V, where they are not drawn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<InputFile>,
     /// The sequences, where they are packed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
@@ -222,6 +203,7 @@ impl Point {
             "dropout {} percent; allowed: 1 to 99",
             self.dropout.unwrap_or_default()
         );
+        self.file.as_ref().map_or(Ok(()), InputFile::check)?;
         let Some(packed) = &self.packed else { return Ok(()) };
         ensure!(batch == 1, "batch {batch} of packed sequences; allowed: 1");
         ensure!(self.queries.is_none(), "{queries} queries in packed sequences; allowed: as many as keys");
@@ -316,11 +298,6 @@ impl Point {
         let bias = self.bias.to_string().replace("::", "-").replace(':', "-");
         let bias = if self.bias.is_none() { String::new() } else { format!("{separator}bias-{bias}") };
         softcap + &alibi + &bias + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
-    }
-
-    /// The class of the inputs after a separator, or nothing where they are normal.
-    pub fn named_inputs(&self, separator: &str) -> String {
-        if self.inputs.is_normal() { String::new() } else { format!("{separator}{}", self.inputs) }
     }
 
     /// Whether every word between the slashes of a filter is one of the point's own.
@@ -423,7 +400,7 @@ impl Point {
     /// The score of a query and a key of a head with this product, and what its gradient is multiplied by: in f64, from the
     /// definition.
     pub(crate) fn score(&self, product: f64, [head, query, key]: [usize; 3]) -> [f64; 2] {
-        let (score, cap) = (product / (self.head_dim as f64).sqrt(), f64::from(self.cap()));
+        let (score, cap) = (product * self.scale(), f64::from(self.cap()));
         let (score, slope) = if cap == 0.0 {
             (score, 1.0)
         } else {
@@ -458,7 +435,10 @@ impl Point {
         let options = ForwardProblem::builder(self.dtype.dtype(), dims).mask(mask).lse(true).softcap(self.cap());
         let options =
             options.operand(Slot::AlibiSlopes, self.alibi).block_mask(self.blocks.map(|_| FullBlocks::form()));
-        let options = options.bias(self.bias_form()).dropout(self.probability()?);
+        let mut options = options.bias(self.bias_form()).dropout(self.probability()?);
+        if let Some(scale) = self.own_scale() {
+            options = options.softmax_scale(scale);
+        }
         match self.packed.as_ref().map(Packed::longest) {
             Some(longest) => options.packed(true).max_seqlen_q(longest).max_seqlen_kv(longest).build(),
             None => options.build(),
@@ -527,7 +507,7 @@ impl Point {
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
 /// and Q and K of 192 with V of 128 are `d192x128`.
 /// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, linear biases `alibi`, an additive bias
-/// `f32:bhq` `bias-f32-bhq`, dropout of 10% `dropout10`. Where inputs are not normal, their class comes last.
+/// `f32:bhq` `bias-f32-bhq`, dropout of 10% `dropout10`. Where inputs are not normal, their class or file comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self { direction, dtype, heads_q, heads_kv, .. }, head_dims) = (self, self.head_dims());

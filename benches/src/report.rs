@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::card::CardState;
 use crate::host::HostCost;
 use crate::stats::measured;
-use crate::{Class, DENSE, Point, Summary, distinct, quantile, text};
+use crate::{DENSE, Point, Summary, distinct, quantile, text};
 
 /// The schema's name and version; it changes when a field changes its meaning or goes.
 pub const SCHEMA: &str = "hattn-bench/1";
@@ -278,9 +278,9 @@ impl Report {
         Some(product.min(copy * point.flops() as f64 / point.bytes() as f64))
     }
 
-    /// The classes of inputs, in the order of the points.
-    pub fn classes(&self) -> Vec<Class> {
-        distinct(self.points.iter().map(|p| p.point.inputs))
+    /// The classes of inputs and the files of inputs, in the order of the points.
+    pub fn inputs(&self) -> Vec<&str> {
+        distinct(self.points.iter().map(|p| p.point.inputs_name()))
     }
 
     /// The names of the libraries in the order of the columns: ours first.

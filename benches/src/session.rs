@@ -210,6 +210,7 @@ mod tests {
             points: Sweep::small().points().unwrap(),
             iters: 3,
             layout: Order::Bshd,
+            files: vec![],
             seed: 1,
             draws: 1,
             ours: vec![],

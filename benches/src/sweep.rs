@@ -265,10 +265,11 @@ impl Sweep {
         for (causal, window, blocks) in self.kept() {
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let (inputs, softcap, alibi, bias, dropout) = (Class::Normal, None, false, Bias::NONE, None);
+                let (inputs, file, softcap, alibi, bias, dropout) =
+                    (Class::Normal, None, None, false, Bias::NONE, None);
                 #[rustfmt::skip]
                 let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, bias, dropout, blocks,
+                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, file, packed, softcap, alibi, bias, dropout, blocks,
                 };
                 points.push(point.checked()?);
             }
@@ -279,11 +280,7 @@ impl Sweep {
     /// Which keys are kept: whether a mask is causal, its window, and the lists of blocks.
     fn kept(&self) -> impl Iterator<Item = (bool, Option<usize>, Option<u32>)> + '_ {
         let masks = self.masks[..if self.block_mask.is_empty() { self.masks.len() } else { 0 }].iter();
-        let masks = masks.map(|mask| match *mask {
-            PointMask::Full => (false, None, None),
-            PointMask::Causal => (true, None, None),
-            PointMask::Window(keys) => (true, Some(keys), None),
-        });
+        let masks = masks.map(|mask| mask.bounds()).map(|(causal, window)| (causal, window, None));
         masks.chain(self.block_mask.iter().map(|&one_in| (false, None, Some(one_in))))
     }
 
@@ -323,11 +320,12 @@ impl Sweep {
         let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
             let (causal, window, queries) = (false, None, Some(queries));
-            let (inputs, packed, softcap, alibi, dropout, blocks) = (Class::Normal, None, None, false, None, None);
+            let (inputs, file, packed, softcap, alibi) = (Class::Normal, None, None, None, false);
+            let (dropout, blocks) = (None, None);
             let bias = Bias::NONE;
             #[rustfmt::skip]
             let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, packed, softcap, alibi, bias, dropout, blocks,
+                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, file, packed, softcap, alibi, bias, dropout, blocks,
             };
             points.push(point.checked()?);
         }

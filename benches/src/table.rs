@@ -5,7 +5,7 @@ use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 
 use crate::host::HostCost;
 use crate::text::{excerpt, printable};
-use crate::{Class, DENSE, Direction, PointReport, Report, Run, RunStatus, distinct, geometric_mean};
+use crate::{DENSE, Direction, PointReport, Report, Run, RunStatus, distinct, geometric_mean};
 
 /// A name in a table is cut to so many characters.
 const LONGEST: usize = 60;
@@ -29,7 +29,7 @@ pub fn points(report: &Report) -> Table {
         let sizes = [p.head_dims().to_string(), p.mask_name(), p.group().to_string(), p.lengths()];
         let mut row: Vec<Cell> =
             [p.direction.to_string(), p.dtype.to_string()].into_iter().chain(sizes).map(Cell::new).collect();
-        row.extend((!normal).then(|| Cell::new(p.inputs)));
+        row.extend((!normal).then(|| Cell::new(p.inputs_name())));
         let best = result.best_peer().map(|run| run.name.as_str());
         row.extend(names.iter().map(|name| match result.run(name) {
             Some(run) if best == Some(run.name.as_str()) => rate(run).add_attribute(Attribute::Underlined),
@@ -55,7 +55,7 @@ pub fn points(report: &Report) -> Table {
 
 /// Whether all inputs are normal.
 fn is_normal(report: &Report) -> bool {
-    report.points.iter().all(|p| p.point.inputs.is_normal())
+    report.points.iter().all(|p| p.point.is_normal())
 }
 
 /// One line a forward: the error of our O against f64, and how many times that of each peer it is. None where no error of ours
@@ -131,15 +131,15 @@ fn share(report: &Report, result: &PointReport) -> Cell {
 }
 
 /// Ours over each peer and over the best of them, and our variants over ours: minimum and geometric mean. Our errors of O over
-/// each peer's. A pass and a class of inputs at a time.
+/// each peer's. A pass and a class, or a file, of inputs at a time.
 pub fn ratios(report: &Report) -> Vec<String> {
-    let classes = report.classes();
-    let of_pass = |direction| classes.iter().flat_map(move |&inputs| ratios_of(report, direction, inputs));
+    let all = report.inputs();
+    let of_pass = |direction| all.iter().flat_map(move |&inputs| ratios_of(report, direction, inputs));
     Direction::ALL.into_iter().flat_map(of_pass).collect()
 }
 
-fn ratios_of(report: &Report, direction: Direction, inputs: Class) -> Vec<String> {
-    let is_one = |p: &&PointReport| p.point.direction == direction && p.point.inputs == inputs;
+fn ratios_of(report: &Report, direction: Direction, inputs: &str) -> Vec<String> {
+    let is_one = |p: &&PointReport| p.point.direction == direction && p.point.inputs_name() == inputs;
     let all: Vec<&PointReport> = report.points.iter().filter(is_one).collect();
     let pass = match direction {
         Direction::Fwd => "",
@@ -266,7 +266,7 @@ mod tests {
     fn classes_of_inputs_and_errors() {
         assert!(errors(&report()).is_none());
         let mut both = report();
-        both.points[1].point.inputs = Class::Sink;
+        both.points[1].point.inputs = crate::Class::Sink;
         for result in &mut both.points {
             for (run, error) in result.runs.iter_mut().zip([1e-3, 1.1e-3, 5e-3]) {
                 run.check.insert("rms".into(), error.into());

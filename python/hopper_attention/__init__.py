@@ -105,6 +105,7 @@ def attention(
     lse_out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    workspace_limit: int | None = None,
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -134,6 +135,9 @@ def attention(
     - return_lse: gives (o, lse).
     - sm_margin: the number of multiprocessors of a Hopper GPU that the kernels leave to others, such as those of NCCL.
       Gradients leave as many. Older GPUs refuse a margin above 0. The CPU ignores it.
+    - workspace_limit: the most bytes that the workspace of a pass may have, its scratch memory on a GPU. Gradients have
+      the same limit. Where several thread blocks would compute one tile and leave partial sums there, fewer do, which
+      may be slower. A pass that needs more bytes even without that raises HattnError. None: no limit.
     - s_aux: attention sinks, [heads_q]: a logit for each query head, which takes part in the softmax of all its rows and
       has no value. exp(lse) has exp(s_aux) in it. Neither scale nor mask touches it. A query that sees no key has o = 0
       and lse = s_aux. f32 and bf16. Other torch tensors are cast to f32.
@@ -186,7 +190,13 @@ def attention(
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
         modifiers = _modified.Modifiers(
-            alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator), bias, attn_mask, block_mask
+            alibi_slopes,
+            return_max_logits,
+            (dropout_p, dropout_state, generator),
+            bias,
+            attn_mask,
+            block_mask,
+            workspace_limit,
         )
         if type(q) is not _Tensor and _torch.is_jagged(q):
             if attn_mask is not None or block_mask is not None:
@@ -205,7 +215,7 @@ def attention(
         return _torch.attention(q, k, v, causal, window, top_left, scale, return_lse, sm_margin)
     _no_generator(generator)
     rest = (out, lse_out, stream, sm_margin, s_aux, softcap, alibi_slopes, (return_max_logits, max_logits_out))
-    rest = (*rest, (attn_mask, block_mask), bias, (dropout_p, dropout_state))
+    rest = (*rest, (attn_mask, block_mask), bias, (dropout_p, dropout_state), workspace_limit)
     return _arrays.attention(q, k, v, causal, window, top_left, scale, return_lse, *rest)
 
 
@@ -226,6 +236,7 @@ def attention_backward(
     out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    workspace_limit: int | None = None,
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -242,7 +253,7 @@ def attention_backward(
 
     o and lse are what `attention` gave with return_lse and the same options. d_o is the gradient of o, and d_lse that
     of lse. out: three arrays that the gradients are written to. numpy and CuPy arrays are allocated if they are
-    missing. sm_margin need not be that of `attention`. With s_aux there is a fourth gradient, d_s_aux, in f32.
+    missing. sm_margin and workspace_limit need not be those of `attention`. With s_aux there is a fourth gradient, d_s_aux, in f32.
     With return_d_bias the last one is the gradient of the bias, in its shape and type. dropout_state is the one that
     `attention` read.
     """
@@ -250,7 +261,7 @@ def attention_backward(
         raise TypeError("attention_backward: not for torch tensors; call attention(), and backward() of what it gives")
     masks = (attn_mask, block_mask)
     rest = (deterministic, out, stream, sm_margin, s_aux, softcap, alibi_slopes, masks, bias, return_d_bias)
-    rest = (*rest, (dropout_p, dropout_state))
+    rest = (*rest, (dropout_p, dropout_state), workspace_limit)
     return _arrays.attention_backward(q, k, v, o, lse, d_o, d_lse, causal, window, top_left, scale, *rest)
 
 
@@ -307,6 +318,7 @@ def attention_varlen(
     lse_out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    workspace_limit: int | None = None,
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -331,7 +343,7 @@ def attention_varlen(
     - fill_gaps: rows that belong to no sequence, and rows that are not used, get zeros in o and in gradients, and -inf
       in lse. False: they are not written, and hold whatever was in memory.
     - s_aux: as in `attention`. Rows that belong to no sequence have no sink.
-    - softcap, return_max_logits, dropout_p, dropout_state, generator: as in `attention`.
+    - softcap, return_max_logits, dropout_p, dropout_state, generator, workspace_limit: as in `attention`.
     - alibi_slopes: as in `attention`, [heads_q] or [batch, heads_q]: of each sequence its own. Distances are those of the
       sequence.
     - bias: as in `attention`, but [1 or batch, 1 or heads_q, 1 or queries, keys]. A batch entry is a sequence. Query 0
@@ -363,7 +375,10 @@ def attention_varlen(
     """
     if type(q) is _Tensor or _is_torch(q, k, v):
         _no_outputs(out, lse_out, stream, max_logits_out)
-        modifiers = _modified.Modifiers(alibi_slopes, return_max_logits, (dropout_p, dropout_state, generator), bias)
+        dropout = (dropout_p, dropout_state, generator)
+        modifiers = _modified.Modifiers(
+            alibi_slopes, return_max_logits, dropout, bias, workspace_limit=workspace_limit
+        )
         return _varlen.attention_varlen(
             q,
             k,
@@ -392,7 +407,7 @@ def attention_varlen(
     mask = (causal, window, top_left)
     rest = (fill_gaps, out, lse_out, stream, sm_margin, s_aux, softcap)
     _no_generator(generator)
-    more = (alibi_slopes, (return_max_logits, max_logits_out), bias, (dropout_p, dropout_state))
+    more = (alibi_slopes, (return_max_logits, max_logits_out), bias, (dropout_p, dropout_state), workspace_limit)
     return _arrays.attention_varlen(q, k, v, lists, *mask, scale, return_lse, longest, *rest, *more)
 
 
@@ -420,6 +435,7 @@ def attention_varlen_backward(
     out: Any = None,
     stream: int | None = None,
     sm_margin: int = 0,
+    workspace_limit: int | None = None,
     s_aux: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -443,7 +459,7 @@ def attention_varlen_backward(
     lists, longest = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv), (max_seqlen_q, max_seqlen_kv)
     mask = (causal, window, top_left)
     rest = (deterministic, fill_gaps, out, stream, sm_margin, s_aux, softcap, alibi_slopes, bias, return_d_bias)
-    rest = (*rest, (dropout_p, dropout_state))
+    rest = (*rest, (dropout_p, dropout_state), workspace_limit)
     return _arrays.attention_varlen_backward(q, k, v, o, lse, d_o, d_lse, lists, *mask, scale, longest, *rest)
 
 
@@ -521,6 +537,7 @@ def attention_fp8(
     scale_o: Any = None,
     return_amax: bool = False,
     sm_margin: int = 0,
+    workspace_limit: int | None = None,
     s_aux: Any = None,
     softcap: float | None = None,
     attn_mask: Any = None,
@@ -534,6 +551,7 @@ def attention_fp8(
     - return_amax: gives the largest magnitude of o too, f32 [1], before scale_o.
     - s_aux: attention sinks as in `attention`, without a gradient.
     - softcap: a cap of the scores as in `attention`.
+    - workspace_limit: as in `attention`. It can leave long sequences without the split of their last tiles.
     - attn_mask, block_mask: as in `attention`, but no floating-point attn_mask. Not for operands of `quantize_varlen`.
     - fill_gaps: as in `attention_varlen`, for operands of `quantize_varlen`.
 
@@ -557,6 +575,7 @@ def attention_fp8(
         attn_mask,
         block_mask,
         fill_gaps,
+        workspace_limit,
     )
 
 

@@ -17,6 +17,7 @@ from ._plans import (
     dropout_of,
     hints_of,
     lists_of,
+    limit_of,
     margin_of,
     mask_of,
     output_shapes,
@@ -199,6 +200,7 @@ def attention(
     masks: tuple = (None, None),
     bias: Any = None,
     dropout: tuple = (0.0, None),
+    workspace_limit: Optional[int] = None,
 ) -> Any:
     """See hopper_attention.attention.
 
@@ -213,7 +215,7 @@ def attention(
     masks, added = _additive(masks, bias, q, of, {}, stream)
     lists, state = _lists(masks, q, of, stream), _state(dropout, q, stream)
     more = {"lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits), **fields_of(lists)}
-    more.update(_bias_fields(added, {}), **_dropped(dropout))
+    more.update(_bias_fields(added, {}), **_dropped(dropout), workspace_limit=limit_of(workspace_limit))
     problem = _problem(*of, mask, scale, sm_margin, softcap, **more)
     given = {**exports, **sinks, **slopes, **lists, **added, **state}
     return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
@@ -391,6 +393,7 @@ def attention_backward(
     bias: Any = None,
     return_d_bias: bool = False,
     dropout: tuple = (0.0, None),
+    workspace_limit: Optional[int] = None,
 ) -> tuple:
     """See hopper_attention.attention_backward. `masks` and `dropout` are as in `attention`."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -405,7 +408,7 @@ def attention_backward(
     masks, added = _additive(masks, bias, q, of, {}, stream)
     lists, state = _lists(masks, q, of, stream), _state(dropout, q, stream)
     more = {"sinks": _type_of(sinks), **_biased(slopes), **fields_of(lists)}
-    more.update(_bias_fields(added, {}), **_dropped(dropout))
+    more.update(_bias_fields(added, {}), **_dropped(dropout), workspace_limit=limit_of(workspace_limit))
     forward = _problem(*of, mask, scale, sm_margin, softcap, **more)
     given = {**exports, **sinks, **slopes, **lists, **added, **state}
     return _backward(forward, (q, k, v), given, deterministic, out, stream, return_d_bias)
@@ -497,6 +500,7 @@ def attention_varlen(
     max_logits: tuple = (False, None),
     bias: Any = None,
     dropout: tuple = (0.0, None),
+    workspace_limit: Optional[int] = None,
 ) -> Any:
     """See hopper_attention.attention_varlen. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -508,7 +512,7 @@ def attention_varlen(
     slopes = _slopes(alibi_slopes, stream)
     _, added = _additive((None, None), bias, q, of, lengths, stream)
     more = {"dtype": exports["q"].dtype, "lse": int(lse), "sinks": _type_of(sinks), **_biased(slopes, max_logits)}
-    more.update(_bias_fields(added, lengths), **_dropped(dropout))
+    more.update(_bias_fields(added, lengths), **_dropped(dropout), workspace_limit=limit_of(workspace_limit))
     problem = packed_problem(*of, lengths, hints, **more, **numbers)
     given = {**exports, **_given(lengths), **sinks, **slopes, **added, **_state(dropout, q, stream)}
     return _forward(problem, q, given, out, lse_out, max_logits[1], stream)
@@ -539,6 +543,7 @@ def attention_varlen_backward(
     bias: Any = None,
     return_d_bias: bool = False,
     dropout: tuple = (0.0, None),
+    workspace_limit: Optional[int] = None,
 ) -> tuple:
     """See hopper_attention.attention_varlen_backward. `lists` are those of `abi.LENGTHS`."""
     exports, lengths = _packed(q, k, v, lists, stream)
@@ -549,7 +554,7 @@ def attention_varlen_backward(
     slopes = _slopes(alibi_slopes, stream)
     _, added = _additive((None, None), bias, q, of, lengths, stream)
     fields = {"dtype": exports["q"].dtype, "sinks": _type_of(sinks), **_biased(slopes)}
-    fields.update(_bias_fields(added, lengths), **_dropped(dropout))
+    fields.update(_bias_fields(added, lengths), **_dropped(dropout), workspace_limit=limit_of(workspace_limit))
     forward = packed_problem(*of, lengths, hints, **fields, **numbers)
     more = {"o": o, "lse": lse, "d_o": d_o, **({} if d_lse is None else {"d_lse": d_lse})}
     exports.update({name: Array(name, array, stream) for name, array in more.items()})

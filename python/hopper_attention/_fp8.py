@@ -18,6 +18,7 @@ from ._plans import (
     descale_shapes,
     hints_of,
     lists_of,
+    limit_of,
     margin_of,
     mask_of,
     output_shapes,
@@ -119,6 +120,7 @@ def attention_fp8(
     attn_mask: Any = None,
     block_mask: Any = None,
     fill_gaps: bool = True,
+    workspace_limit: Optional[int] = None,
 ) -> Any:
     """See hopper_attention.attention_fp8."""
     q, k, v, lengths = *operands[:3], operands.lengths()
@@ -165,6 +167,7 @@ def attention_fp8(
         *(lists.get(name) for name in abi.BLOCK_LISTS),
         *lengths,
         *hints,
+        limit_of(workspace_limit),
     )
     results = (o, *([lse] if return_lse else []), *([amax] if return_amax else []))
     return results if len(results) > 1 else o
@@ -185,7 +188,8 @@ _library.define(
     "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor? scale_o,"
     " float scale, int mask, int corner, int window_left, int window_right, int scaling, int output, bool lse, bool amax,"
     " bool half_scores, int sm_margin=0, Tensor? sinks=None, float softcap=0.0,"
-    f" {', '.join(f'Tensor? {name}=None' for name in abi.BLOCK_LISTS)}, {_LENGTHS}) -> (Tensor, Tensor, Tensor)",
+    f" {', '.join(f'Tensor? {name}=None' for name in abi.BLOCK_LISTS)}, {_LENGTHS}, int workspace_limit=0)"
+    " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -242,7 +246,8 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
     usual = (0, None, 0.0, *(None for _ in abi.BLOCK_LISTS))
     (scale, *mask), (scaling, output, lse, amax, half_scores) = rest[:5], rest[5:10]
     sm_margin, sinks, softcap, *blocks = *rest[10:18], *usual[len(rest[10:]) :]
-    lists, hints = _lengths_of(rest[18:])
+    lists, hints = _lengths_of(rest[18:25])
+    (workspace_limit,) = rest[25:] or (0,)
     o, lse_out, amax_out = outputs = _fp8_outputs(q, v, output, lse, amax)
     given = {"q": q, "k": k, "v": v, "o": o, "descale_q": dq, "descale_k": dk, "descale_v": dv}
     given |= {"lse": lse_out} if lse else {}
@@ -257,6 +262,7 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
             "softmax_scale": scale,
             **dict(zip(Mask._fields, mask)),
             "sm_margin": margin_of(sm_margin),
+            "workspace_limit": workspace_limit,
             "lse": int(lse),
             "amax": int(amax),
             "output": output,
@@ -269,7 +275,7 @@ def _forward_fp8(q: Any, k: Any, v: Any, dq: Any, dk: Any, dv: Any, scale_o: Any
         problem = packed_problem(q, k, v, lists, hints, **options)
         return Call(abi.ForwardArgs, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 
-    numbers = (*rest[:10], sm_margin, softcap, hints)
+    numbers = (*rest[:10], sm_margin, workspace_limit, softcap, hints)
     key = (numbers, *((name, t.dtype, t.device, t.shape, t.stride()) for name, t in given.items()))
     run(prepared(key, make), q, tuple(given.values()))
     return tuple(outputs)

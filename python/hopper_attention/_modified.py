@@ -1,6 +1,6 @@
 """attention() and attention_varlen() on torch tensors with what changes scores or weights.
 
-That is masks, a bias, ALiBi, dropout and the maximum logits. The operators hopper_attention::modified_forward and
+That is masks, a bias, ALiBi, dropout and the maximum logits, and a limit of the workspace. The operators hopper_attention::modified_forward and
 modified_backward take all of it, each of which may be missing, and offsets and lengths. They call the library through
 ctypes. Autograd gives the backward pass the state of dropout of the forward pass.
 
@@ -18,7 +18,7 @@ from . import abi
 from ._additive import bias_of
 from ._blocks import lists_for
 from ._dropout import state_of, words_of
-from ._plans import Window, dropout_of
+from ._plans import Window, dropout_of, limit_of
 from ._sinks import operand
 from ._torch import _library, call, is_recorded
 from ._varlen import _ARGUMENTS, _empty, _gradients_of, _Run, dense_arguments
@@ -56,6 +56,7 @@ class Modifiers(NamedTuple):
     bias: Any = None
     attn_mask: Any = None
     block_mask: Any = None
+    workspace_limit: Optional[int] = None
 
     def any(self) -> bool:
         """Whether there is anything."""
@@ -65,6 +66,7 @@ class Modifiers(NamedTuple):
             or self.attn_mask is not None
             or self.block_mask is not None
             or self.return_max_logits
+            or self.workspace_limit is not None
             or bool(dropout_of(*self.dropout))
         )
 
@@ -141,7 +143,7 @@ def attend(
         dropout_state=state_of(*state, q.device) if probability else None,
     )
     recorded = is_recorded(*(t for t in (q, k, v, beside.sinks, beside.bias) if t is not None))
-    numbers = (*rest, probability)
+    numbers = (*rest, probability, limit_of(modifiers.workspace_limit))
     if recorded and q.is_cuda and not torch.compiler.is_compiling():
         _Run(numbers).check_gradients(q, k, v, beside.named())
     forward = torch.ops.hopper_attention.modified_forward.default
@@ -198,7 +200,7 @@ def _backward(d_o: Any, d_lse: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
 
 _TENSORS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in Beside._fields)])
 # Without values that stand for missing arguments: the dispatcher would leave out those that are as usual.
-_OTHERS = f"{_ARGUMENTS.replace('=0.0', '')}, float dropout_p"
+_OTHERS = f"{_ARGUMENTS.replace('=0.0', '')}, float dropout_p, int workspace_limit"
 for _schema, _function in (
     (f"modified_forward({_TENSORS}, {_OTHERS}, bool max_logits) -> (Tensor, Tensor, Tensor)", _forward),
     (

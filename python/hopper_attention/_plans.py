@@ -286,6 +286,15 @@ def margin_of(sm_margin: int) -> int:
     return sm_margin
 
 
+def limit_of(workspace_limit: Optional[int]) -> int:
+    """The limit of the workspace as the library has it, 0 where there is none. torch's operators take 63 bits."""
+    if workspace_limit is None:
+        return 0
+    if not 1 <= workspace_limit < 2**63:
+        raise ValueError(f"workspace_limit: {workspace_limit}; allowed: None, or 1 to 2^63 - 1")
+    return workspace_limit
+
+
 SCALINGS = {"per_tensor": abi.PER_TENSOR, "per_head": abi.PER_HEAD, "per_block": abi.PER_BLOCK}
 #: Rows of a head that share a factor under "per_block".
 BLOCK = 128

@@ -207,8 +207,9 @@ class _Run:
     def __init__(self, arguments: tuple) -> None:
         self.lists = dict(zip(abi.LENGTHS, arguments[:4]))
         self.hints, self.deterministic = Hints(*arguments[4:7]), bool(arguments[7])
-        # The dispatcher may leave the cap out where it is 0.
-        self.numbers, (self.softcap, self.dropout) = arguments[8:14], (*arguments[14:], 0.0, 0.0)[:2]
+        # The dispatcher may leave the cap out where it is 0. Some operators have neither dropout nor a limit of the workspace.
+        self.numbers, last = arguments[8:14], arguments[14:]
+        self.softcap, self.dropout, self.workspace_limit = (*last, *(0.0, 0.0, 0)[len(last) :])
 
     def _problem(self, q: Any, k: Any, v: Any, lse: bool, given: Any = ()) -> Any:
         """The problem. `given` has its other tensors by their names, of which some change it."""
@@ -229,6 +230,7 @@ class _Run:
             window_left=left,
             window_right=right,
             sm_margin=sm_margin,
+            workspace_limit=self.workspace_limit,
             lse=int(lse),
             sinks=0 if sinks is None else DTYPES[sinks.dtype],
             alibi=alibi_of(slopes),
@@ -247,7 +249,7 @@ class _Run:
 
         lists = tuple(None if t is None else t.shape for t in self.lists.values())
         key = (q.dtype, q.device, q.shape, k.shape, v.shape, lists, self.hints, self.deterministic, self.numbers)
-        key = (*key, self.softcap, self.dropout, tuple((name, t.dtype, t.shape) for name, t in dict(given).items()))
+        key = (*key, self.softcap, self.dropout, self.workspace_limit, tuple((name, t.dtype, t.shape) for name, t in dict(given).items()))
         require_gradients(key, ordinal(q.device), problems)
 
     def __call__(self, args: Any, tensors: dict, **more: int) -> None:
@@ -261,7 +263,7 @@ class _Run:
                 problem = abi.BackwardProblem.of(problem, **more)
             return Call(args, problem, ordinal(q.device), {name: described(t) for name, t in given.items()})
 
-        numbers = (self.numbers, self.softcap, self.dropout)
+        numbers = (self.numbers, self.softcap, self.dropout, self.workspace_limit)
         key = (args, self.hints, numbers, tuple(more.items()), tuple(given), _key(tuple(given.values())))
         run(prepared(key, make), q, tuple(given.values()))
 

@@ -122,6 +122,7 @@ class ForwardProblem(_Versioned):
         dropout=ctypes.c_float,
         reserved=ctypes.c_int32,
         **_all_of(ctypes.c_int64, "bias_queries bias_keys"),
+        workspace_limit=ctypes.c_uint64,
     )
 
     @classmethod
@@ -155,6 +156,7 @@ class BackwardProblem(_Versioned):
         dropout=ctypes.c_float,
         reserved=ctypes.c_int32,
         **_all_of(ctypes.c_int64, "bias_queries bias_keys"),
+        workspace_limit=ctypes.c_uint64,
     )
 
     @classmethod

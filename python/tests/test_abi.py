@@ -23,11 +23,11 @@ def setUpModule():
 class Structs(unittest.TestCase):
     def test_a_backward_problem_is_of_a_forward_one(self):
         beside = {"alibi": hattn.ALIBI_PER_BATCH, "block_mask": 3, "block_mask_most_partial": 1, "dropout": 0.5}
-        beside.update(bias=3, bias_dims=5, bias_queries=7, bias_keys=9)
+        beside.update(bias=3, bias_dims=5, bias_queries=7, bias_keys=9, workspace_limit=2**63)
         forward = Problem(mask=(hattn.MASK_WINDOW, 2, 1), softmax_scale=0.5, softcap=50.0, sm_margin=8, **beside).problem
         made = hattn.BackwardProblem.of(forward, d_lse=1)
         self.assertEqual(
-            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (208, hattn.ABI_VERSION, 1, 0)
+            (made.struct_size, made.abi_version, made.d_lse, made.deterministic), (216, hattn.ABI_VERSION, 1, 0)
         )
         for name, _ in hattn.BackwardProblem._fields_:
             if name not in ("struct_size", "d_lse", "d_sinks", "d_bias", "deterministic"):
@@ -147,12 +147,12 @@ class Binding(unittest.TestCase):
     def test_a_scale_of_ones_own(self):
         self.compare(Problem(softmax_scale=0.5), 1e-5)
 
-    def test_the_cpu_ignores_a_margin(self):
-        case = Problem(sm_margin=500)
+    def test_the_cpu_ignores_a_margin_and_meets_a_limit(self):
+        case = Problem(sm_margin=500, workspace_limit=1)
         self.compare(case, 1e-5)
         self.compare_gradients(case, 1e-5)
         for problem in (case.problem, hattn.BackwardProblem.of(case.problem)):
-            self.assertIn(" sm_margin 500: cpu", LIBRARY.plan(problem, hattn.CPU).describe())
+            self.assertIn(" sm_margin 500 workspace_limit 1: cpu", LIBRARY.plan(problem, hattn.CPU).describe())
 
     def test_rows_without_keys(self):
         self.compare(Problem(mask=(hattn.MASK_CAUSAL, 0, 0), sizes=(1, 6, 3, 2, 1, 4, 4)), 1e-5)

@@ -133,7 +133,7 @@ class Torch(unittest.TestCase):
         slopes = torch.tensor(self.SLOPES)
         numbers = (0.25, hopper_attention.abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0)
         for own, of, wanted in ((sinks, slopes, True), (None, slopes, False), (sinks, None, True), (None, None, True)):
-            arguments = (q, k, v, own, of, *(None,) * 11, 0, 0, False, False, *numbers, 0.0, wanted)
+            arguments = (q, k, v, own, of, *(None,) * 11, 0, 0, False, False, *numbers, 0.0, 0, wanted)
             torch.library.opcheck(torch.ops.hopper_attention.modified_forward, arguments)
 
     def test_packed_and_nested(self):

@@ -124,6 +124,19 @@ class Arrays(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "sm_margin: -2"):
             hopper_attention.attention_backward(q, k, v, o, lse, o, sm_margin=-2)
 
+    def test_the_cpu_meets_every_limit(self):
+        q, k, v = self.tensors()
+        o, lse = hopper_attention.attention(q, k, v, return_lse=True)
+        again = hopper_attention.attention(q, k, v, return_lse=True, workspace_limit=1)
+        self.assertTrue((again[0] == o).all() and (again[1] == lse).all())
+        gradients = hopper_attention.attention_backward(q, k, v, o, lse, o)
+        for got, want in zip(
+            hopper_attention.attention_backward(q, k, v, o, lse, o, workspace_limit=2**40), gradients
+        ):
+            self.assertTrue((got == want).all())
+        with self.assertRaisesRegex(ValueError, "workspace_limit: 0; allowed: None, or 1 to"):
+            hopper_attention.attention_backward(q, k, v, o, lse, o, workspace_limit=0)
+
     def test_another_exporter(self):
         class Exporter:
             """An array of some framework: it has DLPack and nothing else, and knows no max_version."""
@@ -158,6 +171,7 @@ class Arrays(unittest.TestCase):
             (ValueError, "scale: 0", (q, k, v), {"scale": 0}),
             (ValueError, "sm_margin: -1; allowed: 0 to", (q, k, v), {"sm_margin": -1}),
             (ValueError, "sm_margin: 4294967296", (q, k, v), {"sm_margin": 2**32}),
+            (ValueError, "workspace_limit: -1; allowed: None, or 1 to", (q, k, v), {"workspace_limit": -1}),
         ):
             with self.subTest(words=words):
                 self.assertRaisesRegex(error, words, hopper_attention.attention, *arguments, **options)

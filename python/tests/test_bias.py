@@ -175,7 +175,7 @@ class Tensors(unittest.TestCase):
     def test_torchs_own_checks_of_the_operators(self):
         bias = torch.randn(1, 4, 1, 11, requires_grad=True)
         leaves = [t.clone().requires_grad_() for t in self.qkv]
-        rest = (*(None,) * 10, 0, 0, False, False, 0.0, 1, 0, 0, 0, 0, 0.0, 0.0, False)
+        rest = (*(None,) * 10, 0, 0, False, False, 0.0, 1, 0, 0, 0, 0, 0.0, 0.0, 0, False)
         operator = torch.ops.hopper_attention.modified_forward.default
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(operator, (*leaves, None, None, bias, *rest), test_utils=checks)

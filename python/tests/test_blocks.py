@@ -233,7 +233,7 @@ class Torch(unittest.TestCase):
         sinks, slopes = torch.randn(HEADS).requires_grad_(), torch.ones(HEADS)
         numbers = (0.25, abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0)
         for own, of, wanted in ((None, None, False), (sinks, slopes, True)):
-            rest = (None, None, None, None, 0, 0, False, False, *numbers, 0.0, wanted)
+            rest = (None, None, None, None, 0, 0, False, False, *numbers, 0.0, 0, wanted)
             arguments = (q, k, v, own, of, None, None, *lists, *rest)
             torch.library.opcheck(torch.ops.hopper_attention.modified_forward, arguments)
 

@@ -154,6 +154,18 @@ class Torch(OnGpu):
         words = f"sm_margin: {all_of_them}; allowed: 0 to {all_of_them - 1}"
         self.assertRaisesRegex(abi.HattnError, words, attention, *leaves, sm_margin=all_of_them)
 
+    def test_a_limit_of_the_workspace(self):
+        """The forward pass needs nearly none. Gradients name what they need."""
+        leaves = self.tensors()
+        want = attention(*leaves, causal=True)
+        gradients = torch.autograd.grad(want, leaves, torch.ones_like(want))
+        o = attention(*leaves, causal=True, workspace_limit=2**40)
+        self.close(o, want, 0.02)
+        for mine, theirs in zip(torch.autograd.grad(o, leaves, torch.ones_like(o)), gradients):
+            self.close(mine, theirs, 0.02)
+        with self.assertRaisesRegex(abi.HattnError, r"workspace_limit: 100; allowed: \d+ and above"):
+            attention(*leaves, causal=True, workspace_limit=100)
+
     def test_the_current_stream(self):
         q, k, v = self.tensors(grad=False, seqlen=2000)
         want = attention(q, k, v)

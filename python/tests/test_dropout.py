@@ -219,7 +219,7 @@ class Torch(unittest.TestCase):
         state, slopes = torch.tensor([SEED, OFFSET]), torch.tensor(self.SLOPES)
         numbers = (0.25, hopper_attention.abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0)
         for own, of, wanted in ((sinks, slopes, True), (None, None, False)):
-            arguments = (q, k, v, own, of, None, state, *(None,) * 9, 0, 0, False, False, *numbers, 0.3, wanted)
+            arguments = (q, k, v, own, of, None, state, *(None,) * 9, 0, 0, False, False, *numbers, 0.3, 0, wanted)
             torch.library.opcheck(torch.ops.hopper_attention.modified_forward, arguments)
 
     def test_drawn_states(self):

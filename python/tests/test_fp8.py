@@ -59,6 +59,15 @@ class Fp8(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "sm_margin: -1"):
             hopper_attention.attention_fp8(made, sm_margin=-1)
 
+    def test_the_cpu_meets_every_limit(self):
+        made = hopper_attention.quantize(*self.qkv)
+        want = hopper_attention.attention_fp8(made, causal=True)
+        for limit in (1, 2**40):
+            o = hopper_attention.attention_fp8(made, causal=True, workspace_limit=limit)
+            self.assertTrue(torch.equal(o, want))
+        with self.assertRaisesRegex(ValueError, "workspace_limit: 0; allowed: None, or 1 to"):
+            hopper_attention.attention_fp8(made, workspace_limit=0)
+
     def test_one_factor_gives_the_values_back(self):
         made = hopper_attention.quantize(*self.qkv, scaling="per_tensor")
         for values, stored, descale in zip(self.qkv, made[:3], made[3:6]):

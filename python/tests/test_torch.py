@@ -13,7 +13,7 @@ try:
 except ImportError:
     torch = None
 else:
-    from hopper_attention import _torch, attention
+    from hopper_attention import _torch, _varlen, attention
 
 
 class Torch(unittest.TestCase):
@@ -97,6 +97,8 @@ class Torch(unittest.TestCase):
             (ValueError, "scale: 0", (q, k, v), {"scale": 0}),
             (ValueError, "sm_margin: -1; allowed: 0 to", (q, k, v), {"sm_margin": -1}),
             (ValueError, "sm_margin: 4294967296", (q, k, v), {"sm_margin": 2**32}),
+            (ValueError, "workspace_limit: 0; allowed: None, or 1 to", (q, k, v), {"workspace_limit": 0}),
+            (ValueError, "workspace_limit: 9223372036854775808", (q, k, v), {"workspace_limit": 2**63}),
             (abi.HattnError, "k: shape", (q, k[:1], v), {}),
             (abi.HattnError, "f16", (q, k.half(), v), {}),
             (abi.HattnError, "q", (q.transpose(1, 3).contiguous().transpose(1, 3), k, v), {}),
@@ -184,6 +186,27 @@ class Torch(unittest.TestCase):
                 asked.clear()
                 _torch.require_gradients(key, 0, lambda: problems)
                 self.assertEqual(asked, [])
+
+    def test_the_cpu_meets_every_limit(self):
+        """Both passes are asked for it, compiled, too, and give the same bits."""
+        inputs = self.tensors()
+        d_o = torch.randn(inputs[0].shape)
+        asked = []
+        of = _varlen.packed_problem
+
+        def noted(*arguments, **fields):
+            asked.append(fields["workspace_limit"])
+            return of(*arguments, **fields)
+
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        with mock.patch.object(_varlen, "packed_problem", noted):
+            for limit, call in ((1, attention), (2**63 - 1, attention), (12345, compiled)):
+                asked.clear()
+                want = self.gradients(lambda *t: (attention(*t, causal=True),), inputs, d_o)
+                got = self.gradients(lambda *t, n=limit: (call(*t, causal=True, workspace_limit=n),), inputs, d_o)
+                self.assertEqual(asked, [limit, limit])
+                for one, other in zip(got, want):
+                    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
     def test_the_cpu_ignores_a_margin(self):
         inputs = self.tensors()

@@ -148,6 +148,18 @@ class Varlen(Base):
             with self.assertRaisesRegex(ValueError, f"sm_margin: {margin}; allowed: 0 to"):
                 attention_varlen(*self.qkv(), self.cu_q, self.cu_kv, sm_margin=margin)
 
+    def test_the_cpu_meets_every_limit(self):
+        """Alone, with sinks and with a bias."""
+        for more in ({}, {"s_aux": torch.randn(4)}, {"bias": torch.randn(4, 1, 12)}):
+            leaves, found = self.qkv(grad=True), []
+            for limit in (None, 1):
+                o = attention_varlen(*leaves, self.cu_q, self.cu_kv, workspace_limit=limit, **more)
+                found.append((o, *torch.autograd.grad(o.sum(), leaves)))
+            for got, want in zip(*found):
+                self.assertTrue(torch.equal(got, want))
+        with self.assertRaisesRegex(ValueError, "workspace_limit: 0; allowed: None, or 1 to"):
+            attention_varlen(*self.qkv(), self.cu_q, self.cu_kv, workspace_limit=0)
+
     def test_types_of_offsets(self):
         q, k, v = self.qkv()
         want = attention_varlen(q, k, v, self.cu_q, self.cu_kv)
@@ -444,7 +456,7 @@ class Biased(Base):
 
     def test_the_operators_are_what_torch_is_told(self):
         lists = [self.cu_q.int(), self.cu_kv.int(), None, torch.tensor(USED_KV, dtype=torch.int32)]
-        numbers = (9, 0, True, False, 0.0, abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0, 0.0, False)
+        numbers = (9, 0, True, False, 0.0, abi.MASK_CAUSAL, 0, 0, 0, 0, 0.0, 0.0, 0, False)
         for own in ((False, True, True), (True, False, False)):
             given = (*self.qkv(grad=True), None, None, self.bias(own, grad=True), *(None,) * 6, *lists, *numbers)
             torch.library.opcheck(torch.ops.hopper_attention.modified_forward, given)

@@ -115,6 +115,8 @@ pub fn problem(problem: &ForwardProblem) -> hattn_forward_problem {
         amax: i32::from(problem.wants_amax()),
         half_scores: i32::from(problem.allows_half_scores()),
         sm_margin: i32::try_from(problem.sm_margin()).expect("a small margin"),
+        // No workspace has 1 byte, so that 1 is as 0 in Rust.
+        workspace_limit: problem.workspace_limit().map_or(0, |bytes| bytes.max(1)),
         fill_gaps: i32::from(problem.fills_gaps()),
         cu_seqlens_q: i32::from(problem.wants(Slot::CuSeqlensQ)),
         cu_seqlens_kv: i32::from(problem.wants(Slot::CuSeqlensKv)),
@@ -164,6 +166,7 @@ pub fn backward_problem(problem: &BackwardProblem) -> hattn_backward_problem {
         deterministic: i32::from(problem.is_deterministic()),
         arch: forward.arch,
         sm_margin: forward.sm_margin,
+        workspace_limit: forward.workspace_limit,
         cu_seqlens_q: forward.cu_seqlens_q,
         cu_seqlens_kv: forward.cu_seqlens_kv,
         seqused_q: forward.seqused_q,

@@ -423,7 +423,7 @@ fn bad_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216 \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224 \
          (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to \
          4096 if the fields that this library does not know are 0",
     );
@@ -470,6 +470,26 @@ fn bad_problems_are_refused() {
     refused(chunks, HATTN_ERROR_VALUE, "window_left: 0; allowed: 1 and above with this mask");
     let prefix = |p: &mut hattn_forward_problem| (p.mask, p.window_left) = (HATTN_MASK_PREFIX, HATTN_UNBOUNDED);
     refused(prefix, HATTN_ERROR_VALUE, "window_left: -1; allowed: 0 and above with this mask");
+}
+
+/// 0 is no limit. The CPU meets every other.
+#[test]
+fn the_limit_of_the_workspace_reaches_the_problem() {
+    let forward = problem(&Prepared::<f32>::new(&case()).problem);
+    let gradients = backward_problem(&backward::Prepared::<f32>::new(&case()).problem);
+    assert_eq!((forward.workspace_limit, gradients.workspace_limit), (0, 0));
+    for (limit, text) in
+        [(0, String::new()), (1, " workspace_limit 1".into()), (u64::MAX, format!(" workspace_limit {}", u64::MAX))]
+    {
+        let forward = hattn_forward_problem { workspace_limit: limit, ..forward };
+        let gradients = hattn_backward_problem { workspace_limit: limit, ..gradients };
+        for described in
+            [Plan::new(&forward, HATTN_CPU).unwrap().describe(), Plan::new(&gradients, HATTN_CPU).unwrap().describe()]
+        {
+            assert!(described.contains(&format!("{text}: cpu")), "{described}");
+            assert!(described.contains("workspace_limit") != text.is_empty(), "{described}");
+        }
+    }
 }
 
 #[test]
@@ -574,7 +594,7 @@ fn bad_backward_problems_are_refused() {
     refused(
         |p| p.struct_size = 8,
         HATTN_ERROR_ABI,
-        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208 \
+        "problem: struct_size 8; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216 \
          (sizeof(hattn_backward_problem)), or a larger multiple of 8 up to 4096 if \
          the fields that this library does not know are 0",
     );

@@ -57,6 +57,7 @@ mod tests {
                 .expect("there are two"),
             iters: 3,
             layout: Order::Bshd,
+            files: vec![],
             seed: 1,
             draws: 1,
             ours: vec![],

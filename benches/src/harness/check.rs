@@ -185,7 +185,7 @@ impl<'a, T: Float> Expected<'a, T> {
 
 /// Whether the outputs are gradients of inputs that are not normal.
 fn others(point: &Point) -> bool {
-    point.direction == Direction::Bwd && !point.inputs.is_normal()
+    point.direction == Direction::Bwd && !point.is_normal()
 }
 
 /// Whether the row of a forward's output is NaN, since its query is. (There are no backward points of such inputs.)

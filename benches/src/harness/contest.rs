@@ -1,5 +1,7 @@
 //! Who takes part in the Rust harness: libraries at work on a point, the clock, and the inputs that they share.
 
+use std::sync::Arc;
+
 use anyhow::{Context as _, Result};
 use hopper_attention::{Float, Layout};
 use hopper_attention_verify::inputs::Input;
@@ -8,7 +10,7 @@ use rand::{Rng as _, SeedableRng as _};
 use rand_distr::StandardNormal;
 
 use crate::point::BiasTensor;
-use crate::{Direction, Order, Point, Role, memory};
+use crate::{Direction, FileTensors, Order, Point, Role, memory};
 
 /// Why a library does not compute a point.
 #[derive(Debug)]
@@ -130,18 +132,27 @@ pub(super) struct Pool<T> {
 }
 
 impl<T: Float> Pool<T> {
-    /// The inputs of one point alone, of its class, where its layouts have them.
-    pub(super) fn of(task: &Task<'_, T>, seed: u64) -> Result<Self> {
+    /// The inputs of one point alone, of its class or of its file, where its layouts have them. A dO that the file lacks is drawn.
+    pub(super) fn of(task: &Task<'_, T>, seed: u64, files: &[Arc<FileTensors>]) -> Result<Self> {
+        let file = FileTensors::of(task.point, files)?;
         let mut rng = SmallRng::seed_from_u64(seed);
         let mut draw = |input, layout: &Layout<4>| {
             let mut drawn = memory::filled(layout.span(), T::from_f32(f32::NAN))?;
             let [batch, seqlen, heads, head_dim] = layout.shape();
             let shaped = task.point.inputs.shaped(input, layout.shape(), seed);
+            let of_file = file.and_then(|file| file.tensor(input));
             let mut row = memory::filled(head_dim, 0.0_f64)?;
             for (batch, token) in (0..batch).flat_map(|batch| (0..seqlen).map(move |token| (batch, token))) {
                 for head in 0..heads {
-                    row.iter_mut().for_each(|x| *x = rng.sample(StandardNormal));
-                    shaped.row([batch, token, head], &mut row);
+                    let place = [batch, token, head];
+                    if let Some(tensor) = of_file {
+                        let values = tensor.row(place).filter(|values| values.len() == head_dim);
+                        let values = values.context("a row of the file")?;
+                        row.iter_mut().zip(values).for_each(|(x, &value)| *x = value.into());
+                    } else {
+                        row.iter_mut().for_each(|x| *x = rng.sample(StandardNormal));
+                        shaped.row(place, &mut row);
+                    }
                     let at = layout.offset([batch, token, head, 0]).context("a row within the layout")?;
                     drawn[at..at + head_dim].iter_mut().zip(&row).for_each(|(to, &x)| *to = T::from_f32(x as f32));
                 }

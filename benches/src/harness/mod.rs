@@ -9,12 +9,13 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::report::{Library, Missing, Role, RunStatus};
-use crate::{Class, Order, Point, distinct};
+use crate::{Class, FileTensors, Order, Point, distinct};
 
 mod apart;
 mod check;
@@ -53,6 +54,10 @@ const ORDER: &str = "each after each other equally often";
 
 /// What inputs hold, in the words of a report; `peers/inputs.py` has the same.
 fn inputs(job: &Job) -> String {
+    let files = distinct(job.points.iter().filter_map(|point| Some(point.file.as_ref()?.name.as_str())));
+    if !files.is_empty() {
+        return format!("inputs of files, repeated along the batch: {}", files.join(", "));
+    }
     let classes = distinct(job.points.iter().map(|point| point.inputs).filter(|class| !class.is_normal()));
     let names: Vec<&str> = classes.into_iter().map(Class::name).collect();
     let changed = if names.is_empty() { String::new() } else { format!(", or these as {}", names.join(", ")) };
@@ -68,6 +73,9 @@ pub struct Job {
     pub iters: usize,
     /// Storage order of Q, K, V, O and the gradients.
     pub layout: Order,
+    /// The tensors of the files that points have their inputs from. A harness in another process gets them in another way.
+    #[serde(skip)]
+    pub files: Vec<Arc<FileTensors>>,
     /// Seed of the inputs.
     pub seed: u64,
     /// On how many draws of the inputs the error of O is measured. The first is the timed one.

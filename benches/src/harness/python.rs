@@ -2,12 +2,13 @@
 //! library takes the process with it.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read as _, Write as _};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{BufRead, BufReader, BufWriter, Read as _, Write as _};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{Event, Harness, Job, Sink};
 
@@ -56,6 +57,7 @@ impl Harness for PyTorch {
             let text = self.script.as_deref().filter(|_| name == "sweep.py").unwrap_or(text);
             std::fs::write(folder.path().join(name), text)?;
         }
+        let written = write_tensors(job, folder.path())?;
         let mut banned = BTreeMap::new();
         let mut first = 0;
         let mut is_ready = false;
@@ -67,6 +69,7 @@ impl Harness for PyTorch {
         loop {
             let mut at = At { next: first, ..At::default() };
             let mut task = serde_json::to_value(job)?;
+            name_tensors(&mut task, &written);
             task["first"] = first.into();
             task["banned"] = json!(banned);
             let died = self.once(&folder.path().join("sweep.py"), &task, &mut at, sink)?;
@@ -76,6 +79,31 @@ impl Harness for PyTorch {
             let place = job.points.get(at.next).map_or_else(String::new, |point| format!(" at {point}"));
             banned.insert(culprit, format!("it ended the process{place}: {why}"));
             first = at.next;
+        }
+    }
+}
+
+/// Writes the tensors of files as f32, `[batch, seqlen, heads, head_dim]`. Gives their paths and shapes, by file and name.
+fn write_tensors(job: &Job, folder: &Path) -> Result<BTreeMap<String, Value>> {
+    let mut written = BTreeMap::<String, Value>::new();
+    for (place, file) in job.files.iter().enumerate() {
+        for (name, tensor) in file.tensors() {
+            let path = folder.join(format!("tensor{place}.{name}"));
+            let mut to = BufWriter::new(File::create(&path)?);
+            tensor.values().iter().try_for_each(|value| to.write_all(&value.to_le_bytes()))?;
+            to.flush()?;
+            written.entry(file.file.name.clone()).or_default()[name] = json!({"path": path, "shape": tensor.shape()});
+        }
+    }
+    Ok(written)
+}
+
+/// Says in the points of a task where the tensors of their files are.
+fn name_tensors(task: &mut Value, written: &BTreeMap<String, Value>) {
+    for point in task["points"].as_array_mut().into_iter().flatten() {
+        let tensors = point["file"]["name"].as_str().and_then(|name| written.get(name)).cloned();
+        if let Some(tensors) = tensors {
+            point["file"]["tensors"] = tensors;
         }
     }
 }
@@ -91,13 +119,7 @@ struct At {
 
 impl PyTorch {
     /// One process from its start to its end; why it died, if it did.
-    fn once(
-        &self,
-        script: &std::path::Path,
-        task: &serde_json::Value,
-        at: &mut At,
-        sink: Sink<'_>,
-    ) -> Result<Option<String>> {
+    fn once(&self, script: &Path, task: &Value, at: &mut At, sink: Sink<'_>) -> Result<Option<String>> {
         let spawned = Command::new(&self.python)
             .arg(script)
             .stdin(Stdio::piped())
@@ -158,6 +180,8 @@ fn listen(lines: impl BufRead, at: &mut At, sink: Sink<'_>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::{Order, RunStatus, Sweep};
 
@@ -167,6 +191,7 @@ mod tests {
             points: sweep.points().unwrap(),
             iters: 12,
             layout: Order::Bshd,
+            files: vec![],
             seed: 1,
             draws: 1,
             ours: vec![],
@@ -233,6 +258,42 @@ for index in range(job["first"], len(job["points"])):
                 "{why}"
             );
         }
+    }
+
+    /// Says in its first event what it found of the tensors of a point's file.
+    const READING: &str = r#"
+import array, json, sys
+job = json.load(sys.stdin)
+found = []
+for point in job["points"]:
+    assert point["file"]["sequences"] == 2 and point["file"]["scale"] == 0.5, point
+    for name, tensor in sorted(point["file"]["tensors"].items()):
+        numbers = array.array("f")
+        with open(tensor["path"], "rb") as file:
+            numbers.frombytes(file.read())
+        found.append([name, tensor["shape"], len(numbers), sum(numbers)])
+print(json.dumps({"event": "absent", "error": json.dumps(found)}))
+"#;
+
+    #[test]
+    fn tensors_of_files_reach_the_script() {
+        let files = vec![Arc::new(crate::files::tests::tensors("a"))];
+        let sweep = Sweep { filters: vec!["bf16/full".into()], ..Sweep::small() };
+        let job = Job { points: sweep.points_of(&files).unwrap(), files: files.clone(), ..job() };
+        let mut told = Vec::new();
+        let ended = PyTorch::with_script("python3", READING).run(&job, &mut |event| {
+            told.push(event);
+            Ok(())
+        });
+        ended.unwrap();
+        let expected = files[0].tensors().map(|(name, tensor)| {
+            let sum = tensor.values().iter().map(|&x| f64::from(x)).sum::<f64>();
+            json!([name, tensor.shape(), tensor.values().len(), sum])
+        });
+        let mut expected: Vec<Value> = expected.collect();
+        expected.sort_by_key(|tensor| tensor[0].to_string());
+        let [Event::Absent { error }] = &told[..] else { panic!("{told:?}") };
+        assert_eq!(serde_json::from_str::<Vec<Value>>(error).unwrap(), expected);
     }
 
     #[test]

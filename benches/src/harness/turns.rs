@@ -48,14 +48,14 @@ fn run_as<T: Float, P: Place>(
     sink: Sink<'_>,
 ) -> Result<()> {
     // Normal values are drawn once, and each point takes the front. Others depend on where a row is.
-    let (normal, others): (Vec<_>, Vec<_>) = points.iter().copied().partition(|(_, point)| point.inputs.is_normal());
+    let (normal, others): (Vec<_>, Vec<_>) = points.iter().copied().partition(|(_, point)| point.is_normal());
     if !normal.is_empty() {
         let sizes: Vec<&Point> = normal.iter().map(|&(_, point)| point).collect();
         let pool = Pool::<T>::new(&sizes, job.seed).context("drawing the inputs")?;
         run_pool(place, clock, job, &pool, &normal, sink)?;
     }
     for one in others {
-        let pool = Pool::<T>::of(&Task::new(one.1, job.layout)?, job.seed).context("drawing the inputs")?;
+        let pool = Pool::<T>::of(&Task::new(one.1, job.layout)?, job.seed, &job.files).context("drawing the inputs")?;
         run_pool(place, clock, job, &pool, &[one], sink)?;
     }
     Ok(())
@@ -171,7 +171,7 @@ fn more_draws<T: Float, P: Place>(
     let mut sums: Vec<Option<[f64; 2]>> = runs.iter().map(|run| read(run).filter(|_| counts(run))).collect();
     let mut clock = place.clock()?;
     for draw in 1..job.draws {
-        let pool = Pool::<T>::of(task, job.seed.wrapping_add(draw as u64)).context("drawing the inputs")?;
+        let pool = Pool::<T>::of(task, job.seed.wrapping_add(draw as u64), &job.files).context("drawing the inputs")?;
         let expected = Expected::new(task, &pool);
         for (contestant, sum) in place.forwards(&pool)?.iter_mut().zip(&mut sums) {
             let Some([rms, largest]) = sum else { continue };

@@ -81,6 +81,7 @@ fn problems() -> [Point; 2] {
         dropout: None,
         blocks: None,
         inputs: Class::Normal,
+        file: None,
         packed: None,
     })
 }

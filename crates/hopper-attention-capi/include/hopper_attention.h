@@ -55,10 +55,10 @@ struct CUstream_st; /* what a CUstream or a cudaStream_t points to */
    which every call refuses. Everything else is 0. */
 #define HATTN_FORWARD_PROBLEM_INIT \
   { sizeof(hattn_forward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_BACKWARD_PROBLEM_INIT \
   { sizeof(hattn_backward_problem), HATTN_ABI_VERSION, 0, 0, 0, 0, HATTN_UNSET, HATTN_UNSET, HATTN_UNSET, 0, 0, 0, 0, \
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 #define HATTN_QUANTIZE_PROBLEM_INIT \
   { sizeof(hattn_quantize_problem), HATTN_ABI_VERSION, 0, 0, 0, 0 }
 #define HATTN_TENSOR_INIT \
@@ -331,10 +331,9 @@ typedef struct hattn_forward_problem {
   // Sums fit f16 where no stored element of Q or K is larger in magnitude than 14, and hattn_quantize_run then stores no larger
   // ones. If one is larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
   int32_t half_scores;
-  // Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL. 0 or more and below
-  // the GPU's number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
-  // Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
-  // The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
+  // Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL: 0 or more, and below the GPU's
+  // number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as are left. Those of HATTN_ARCH_SM80 leave none:
+  // planning fails unless this is 0. The CPU, the quantiser and the small kernels around a backward pass ignore it.
   int32_t sm_margin;
   // 1: rows of outputs that belong to no sequence are filled with 0 (log-sum-exp: -inf). 0: they are not written.
   int32_t fill_gaps;
@@ -379,6 +378,9 @@ typedef struct hattn_forward_problem {
   // longer sequence is refused, or cut where the device alone knows it. bias_queries is not read where queries share their numbers.
   int64_t bias_queries;
   int64_t bias_keys;
+  // The most bytes of a plan's workspace. 0: any number. A plan for a GPU then cuts tiles less, which may be slower. It is refused
+  // with HATTN_ERROR_VALUE if it needs more even without cut tiles. The CPU needs none. The quantiser ignores the limit.
+  uint64_t workspace_limit;
 } hattn_forward_problem;
 
 // What a forward pass reads and writes. Begin with HATTN_FORWARD_ARGS_INIT.
@@ -394,8 +396,7 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *v;
   // The output, written: [batch, seqlen_q, heads_q, head_dim_vo].
   const struct hattn_tensor *o;
-  // The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q].
-  // Given exactly if the problem's lse is 1.
+  // The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q]. Given exactly if lse is 1.
   const struct hattn_tensor *lse;
   // Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
   void *workspace;
@@ -409,8 +410,7 @@ typedef struct hattn_forward_args {
   // The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32, 1 dimension of size 1.
   // Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
   const struct hattn_tensor *scale_o;
-  // The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
-  // Given exactly if the problem's amax is 1.
+  // The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1. Given exactly if amax is 1.
   const struct hattn_tensor *amax;
   // Where each sequence of a packed Q begins, read: HATTN_I32 [batch + 1]. Sequence i has the rows from entry i to below
   // entry i + 1. Given exactly if the problem's cu_seqlens_q is 1. Entries do not decrease, and are 0 to total_q.
@@ -418,14 +418,12 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *cu_seqlens_q;
   // As cu_seqlens_q, for packed K and V.
   const struct hattn_tensor *cu_seqlens_kv;
-  // How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 `[batch]`, 0 to its length. Otherwise as
-  // cu_seqlens_q.
+  // Used rows of each sequence of Q (below: of K and V), read: HATTN_I32 `[batch]`, 0 to its length. Otherwise as cu_seqlens_q.
   const struct hattn_tensor *seqused_q;
   const struct hattn_tensor *seqused_kv;
   // The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
   const struct hattn_tensor *sinks;
-  // The ALiBi slopes, read: HATTN_F32 `[heads_q]` or `[batch, heads_q]`, of any sign. Given exactly if the problem's alibi is
-  // not 0, in the shape that it says.
+  // The ALiBi slopes, read: HATTN_F32 `[heads_q]` or `[batch, heads_q]`, of any sign. Given exactly as the problem's alibi says.
   const struct hattn_tensor *alibi_slopes;
   // The largest score of each query head, written: HATTN_F32 `[heads_q]`. -inf where a head has no kept key. A NaN does not count.
   // Given exactly if the problem's max_logits is 1.
@@ -494,6 +492,7 @@ typedef struct hattn_backward_problem {
   int32_t reserved;
   int64_t bias_queries;
   int64_t bias_keys;
+  uint64_t workspace_limit;
 } hattn_backward_problem;
 
 // What a backward pass reads and writes. Begin with HATTN_BACKWARD_ARGS_INIT.

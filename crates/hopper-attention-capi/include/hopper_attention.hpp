@@ -321,6 +321,12 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
     return set(problem_.sm_margin, multiprocessors);
   }
 
+  // The most bytes that the workspace of a plan may have (default: 0, any number). A plan then cuts tiles less, and is
+  // refused if its workspace has more bytes even without that. The CPU needs none. The quantiser ignores it.
+  constexpr ForwardProblem& workspace_limit(std::uint64_t bytes) noexcept {
+    return set(problem_.workspace_limit, bytes);
+  }
+
   // Whether the sequences of Q, and those of K and V, are packed: one after the other, without padding. The length of a
   // packed side in seqlens() is the number of rows of all its sequences (total). Its tensors are [total, heads,
   // head_dim], and the log-sum-exp of packed queries is [heads_q, total_q]. The arguments cu_seqlens_q and
@@ -398,6 +404,7 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     problem_.dropout = of.dropout;
     problem_.arch = of.arch;
     problem_.sm_margin = of.sm_margin;
+    problem_.workspace_limit = of.workspace_limit;
     problem_.cu_seqlens_q = of.cu_seqlens_q;
     problem_.cu_seqlens_kv = of.cu_seqlens_kv;
     problem_.seqused_q = of.seqused_q;
@@ -424,6 +431,11 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
   // As ForwardProblem::sm_margin, for the main kernel of the backward pass.
   constexpr BackwardProblem& sm_margin(std::int32_t multiprocessors) noexcept {
     return set(problem_.sm_margin, multiprocessors);
+  }
+
+  // As ForwardProblem::workspace_limit. Gradients need more than a forward pass, and take its limit unless it is set here.
+  constexpr BackwardProblem& workspace_limit(std::uint64_t bytes) noexcept {
+    return set(problem_.workspace_limit, bytes);
   }
 };
 

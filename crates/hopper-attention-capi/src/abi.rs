@@ -198,10 +198,9 @@ pub struct hattn_forward_problem {
     /// Sums fit f16 where no stored element of Q or K is larger in magnitude than 14, and hattn_quantize_run then stores no larger
     /// ones. If one is larger or NaN, a second kernel computes everything again in f32. The run then takes more than twice as long.
     pub half_scores: i32,
-    /// Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL. 0 or more and below
-    /// the GPU's number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as the GPU has multiprocessors, less these.
-    /// Kernels of HATTN_ARCH_SM80 cannot leave any: planning fails unless this is 0. The CPU ignores it.
-    /// The quantiser ignores it, too, and so do the small kernels before and after the main kernel of a backward pass.
+    /// Number of multiprocessors of the GPU that the kernels leave to others, such as kernels of NCCL: 0 or more, and below the GPU's
+    /// number. Kernels of HATTN_ARCH_SM90 then have at most as many thread blocks as are left. Those of HATTN_ARCH_SM80 leave none:
+    /// planning fails unless this is 0. The CPU, the quantiser and the small kernels around a backward pass ignore it.
     pub sm_margin: i32,
     /// 1: rows of outputs that belong to no sequence are filled with 0 (log-sum-exp: -inf). 0: they are not written.
     pub fill_gaps: i32,
@@ -246,6 +245,9 @@ pub struct hattn_forward_problem {
     /// longer sequence is refused, or cut where the device alone knows it. bias_queries is not read where queries share their numbers.
     pub bias_queries: i64,
     pub bias_keys: i64,
+    /// The most bytes of a plan's workspace. 0: any number. A plan for a GPU then cuts tiles less, which may be slower. It is refused
+    /// with HATTN_ERROR_VALUE if it needs more even without cut tiles. The CPU needs none. The quantiser ignores the limit.
+    pub workspace_limit: u64,
 }
 
 impl hattn_forward_problem {
@@ -316,6 +318,7 @@ pub struct hattn_backward_problem {
     pub reserved: i32,
     pub bias_queries: i64,
     pub bias_keys: i64,
+    pub workspace_limit: u64,
 }
 
 /// How Q, K and V become operands of HATTN_E4M3, as numbers. Begin with HATTN_QUANTIZE_PROBLEM_INIT.
@@ -396,8 +399,7 @@ pub struct hattn_forward_args {
     pub v: *const hattn_tensor,
     /// The output, written: [batch, seqlen_q, heads_q, head_dim_vo].
     pub o: *const hattn_tensor,
-    /// The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q].
-    /// Given exactly if the problem's lse is 1.
+    /// The log-sum-exp of each query, written: natural logarithm, HATTN_F32 [batch, heads_q, seqlen_q]. Given exactly if lse is 1.
     pub lse: *const hattn_tensor,
     /// Scratch memory on the plan's device, aligned to 16 bytes. Null if the plan needs none. One for each run at a time.
     pub workspace: *mut c_void,
@@ -411,8 +413,7 @@ pub struct hattn_forward_args {
     /// The factor that O is multiplied by before it is rounded to HATTN_E4M3, read: HATTN_F32, 1 dimension of size 1.
     /// Given exactly if the output is HATTN_E4M3. A product with a magnitude above 448 is stored as 448 with its sign.
     pub scale_o: *const hattn_tensor,
-    /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1.
-    /// Given exactly if the problem's amax is 1.
+    /// The largest magnitude of O before scale_o and rounding, written: HATTN_F32, 1 dimension of size 1. Given exactly if amax is 1.
     pub amax: *const hattn_tensor,
     /// Where each sequence of a packed Q begins, read: HATTN_I32 [batch + 1]. Sequence i has the rows from entry i to below
     /// entry i + 1. Given exactly if the problem's cu_seqlens_q is 1. Entries do not decrease, and are 0 to total_q.
@@ -420,14 +421,12 @@ pub struct hattn_forward_args {
     pub cu_seqlens_q: *const hattn_tensor,
     /// As cu_seqlens_q, for packed K and V.
     pub cu_seqlens_kv: *const hattn_tensor,
-    /// How many rows of each sequence of Q (below: of K and V) are used, read: HATTN_I32 `[batch]`, 0 to its length. Otherwise as
-    /// cu_seqlens_q.
+    /// Used rows of each sequence of Q (below: of K and V), read: HATTN_I32 `[batch]`, 0 to its length. Otherwise as cu_seqlens_q.
     pub seqused_q: *const hattn_tensor,
     pub seqused_kv: *const hattn_tensor,
     /// The attention sinks, read: `[heads_q]`, of the type in the problem's sinks. Given exactly if that is not 0.
     pub sinks: *const hattn_tensor,
-    /// The ALiBi slopes, read: HATTN_F32 `[heads_q]` or `[batch, heads_q]`, of any sign. Given exactly if the problem's alibi is
-    /// not 0, in the shape that it says.
+    /// The ALiBi slopes, read: HATTN_F32 `[heads_q]` or `[batch, heads_q]`, of any sign. Given exactly as the problem's alibi says.
     pub alibi_slopes: *const hattn_tensor,
     /// The largest score of each query head, written: HATTN_F32 `[heads_q]`. -inf where a head has no kept key. A NaN does not count.
     /// Given exactly if the problem's max_logits is 1.
@@ -608,7 +607,7 @@ pub struct hattn_quantize_args {
 }
 
 layouts! {
-    hattn_forward_problem: 104 to 216 bytes {
+    hattn_forward_problem: 104 to 224 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, arch 100,
@@ -617,9 +616,9 @@ layouts! {
         cu_seqlens_q 128, cu_seqlens_kv 132, seqused_q 136, seqused_kv 140, max_seqlen_q 144, max_seqlen_kv 152,
         sinks 160, softcap 164, alibi 168, max_logits 172,
         block_mask 176, block_mask_most_partial 180, bias 184, bias_dims 188, dropout 192, reserved 196,
-        bias_queries 200, bias_keys 208,
+        bias_queries 200, bias_keys 208, workspace_limit 216,
     }
-    hattn_backward_problem: 104 to 208 bytes {
+    hattn_backward_problem: 104 to 216 bytes {
         struct_size 0, abi_version 4, dtype 8, mask 12, corner 16, d_lse 20,
         batch 24, seqlen_q 32, seqlen_kv 40, heads_q 48, heads_kv 56, head_dim_qk 64, head_dim_vo 72,
         window_left 80, window_right 88, softmax_scale 96, deterministic 100,
@@ -627,7 +626,7 @@ layouts! {
         cu_seqlens_q 112, cu_seqlens_kv 116, seqused_q 120, seqused_kv 124, max_seqlen_q 128, max_seqlen_kv 136,
         fill_gaps 144, softcap 148, sinks 152, d_sinks 156, alibi 160, d_bias 164,
         block_mask 168, block_mask_most_partial 172, bias 176, bias_dims 180, dropout 184, reserved 188,
-        bias_queries 192, bias_keys 200,
+        bias_queries 192, bias_keys 200, workspace_limit 208,
     }
     hattn_quantize_problem: 32 to 32 bytes {
         struct_size 0, abi_version 4, forward 8, source 16, hadamard 20, seed 24,

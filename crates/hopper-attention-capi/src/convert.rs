@@ -48,6 +48,9 @@ fn problem(given: &hattn_forward_problem, dtypes: &str) -> Outcome<ForwardProble
     let options = options.mask(mask(MASK, given.mask, given.corner, window)?);
     let fill_gaps = flag("fill_gaps", given.fill_gaps, "wanted")?;
     let mut problem = options.half_scores(half_scores).sm_margin(sm_margin).fill_gaps(fill_gaps);
+    if given.workspace_limit != 0 {
+        problem = problem.workspace_limit(Some(given.workspace_limit));
+    }
     if given.max_seqlen_q != 0 {
         problem = problem.max_seqlen_q(length("max_seqlen_q", given.max_seqlen_q)?);
     }
@@ -126,6 +129,7 @@ pub(crate) fn backward_problem(given: &hattn_backward_problem) -> Outcome<Backwa
         softmax_scale: given.softmax_scale,
         arch: given.arch,
         sm_margin: given.sm_margin,
+        workspace_limit: given.workspace_limit,
         fill_gaps: given.fill_gaps,
         cu_seqlens_q: given.cu_seqlens_q,
         cu_seqlens_kv: given.cu_seqlens_kv,

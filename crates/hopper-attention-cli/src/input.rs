@@ -71,11 +71,19 @@ impl TensorFile {
         Ok(Self { path: path.into(), file, header, data_start })
     }
 
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the file's metadata says under a key.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.header.metadata().as_ref()?.get(key).map(String::as_str)
+    }
+
     /// The layout under `layout` in the file's metadata, if it names one.
     pub fn layout(&self) -> Result<Option<FileLayout>> {
-        let Some(text) = self.header.metadata().as_ref().and_then(|metadata| metadata.get("layout")) else {
-            return Ok(None);
-        };
+        let Some(text) = self.metadata("layout") else { return Ok(None) };
         let layouts = [FileLayout::Bshd, FileLayout::Bhsd, FileLayout::Thd];
         match layouts.into_iter().find(|layout| layout.name() == text.to_lowercase()) {
             Some(layout) => Ok(Some(layout)),
@@ -89,9 +97,7 @@ impl TensorFile {
 
     /// The probability of dropout under `dropout` in the file's metadata, if it has one.
     pub fn dropout(&self) -> Result<Option<Dropout>> {
-        let Some(text) = self.header.metadata().as_ref().and_then(|metadata| metadata.get("dropout")) else {
-            return Ok(None);
-        };
+        let Some(text) = self.metadata("dropout") else { return Ok(None) };
         parse_dropout(text)
             .map(Some)
             .map_err(|why| anyhow!("input {}: metadata {}", self.path.display(), excerpt(&why, LONGEST)))

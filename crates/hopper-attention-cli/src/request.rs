@@ -53,48 +53,7 @@ impl Request {
             report::warn(format!("--layout {} overrides the file's own layout {}", layout.name(), stated.name()));
         }
 
-        let mut shapes = [[0; 4]; 3];
-        let mut dtypes = [DType::F32; 3];
-        for (tensor, (shape, dtype)) in ["q", "k", "v"].into_iter().zip(shapes.iter_mut().zip(&mut dtypes)) {
-            let (found, dims) = input.tensor(tensor)?;
-            *dtype = found;
-            let (wanted, logical) = match layout {
-                // Packed tensors have a batch of 1.
-                FileLayout::Thd => {
-                    (3, <[usize; 3]>::try_from(dims).ok().map(|[rows, heads, dim]| [1, rows, heads, dim]))
-                }
-                _ => (4, <[usize; 4]>::try_from(dims).ok().map(|dims| logical(layout, dims))),
-            };
-            *shape = logical.with_context(|| {
-                let dimensions = dims.len();
-                format!(
-                    "input {name}: tensor `{tensor}` has {dimensions} dimensions {dims:?}; allowed: {wanted}, {}",
-                    axes(layout)
-                )
-            })?;
-        }
-        let [q, k, v] = shapes;
-        let [file_dtype, dtype_k, dtype_v] = dtypes;
-        ensure!(
-            file_dtype == dtype_k && file_dtype == dtype_v,
-            "input {name}: q, k and v have dtypes {file_dtype}, {dtype_k} and {dtype_v}; allowed: one for all three"
-        );
-        ensure!(file_dtype != DType::I32, "input {name}: tensor `q` has dtype I32; allowed: BF16, F16, F32");
-        // What names the same size in two tensors must agree.
-        for (what, (left, a), (right, b)) in [
-            ("batch", ("q", q[0]), ("k", k[0])),
-            ("batch", ("k", k[0]), ("v", v[0])),
-            ("seqlen", ("k", k[1]), ("v", v[1])),
-            ("heads", ("k", k[2]), ("v", v[2])),
-            ("head_dim", ("q", q[3]), ("k", k[3])),
-        ] {
-            ensure!(
-                a == b,
-                "input {name}: {what} is {a} in {left} and {b} in {right}; allowed: the same (layout {})",
-                layout.name()
-            );
-        }
-
+        let ([q, k, v], file_dtype) = shapes(&input, layout)?;
         let packed = layout == FileLayout::Thd;
         let batch = if packed { sequences(&input)? } else { q[0] };
         let dims = Dims::new(batch, q[1], q[2], q[3]).with_seqlen_kv(k[1]).with_heads_kv(k[2]).with_head_dim_vo(v[3]);
@@ -112,6 +71,7 @@ impl Request {
         let problem = options.packed(packed).build().with_context(|| format!("input {name}"))?;
         let mut options =
             problem.to_builder().mask(args.mask).softcap(args.softcap).lse(true).sm_margin(args.sm_margin);
+        options = options.workspace_limit(args.workspace_limit);
         if let Some(scale) = args.scale {
             options = options.softmax_scale(scale);
         }
@@ -206,6 +166,51 @@ impl Request {
         };
         inputs.iter().map(one).collect()
     }
+}
+
+/// The shapes of q, k and v, each as `[batch, seqlen, heads, head_dim]`, and their type. What names one size must agree.
+pub fn shapes(input: &TensorFile, layout: FileLayout) -> Result<([[usize; 4]; 3], DType)> {
+    let name = input.path().display();
+    let mut shapes = [[0; 4]; 3];
+    let mut dtypes = [DType::F32; 3];
+    for (tensor, (shape, dtype)) in ["q", "k", "v"].into_iter().zip(shapes.iter_mut().zip(&mut dtypes)) {
+        let (found, dims) = input.tensor(tensor)?;
+        *dtype = found;
+        let (wanted, logical) = match layout {
+            // Packed tensors have a batch of 1.
+            FileLayout::Thd => (3, <[usize; 3]>::try_from(dims).ok().map(|[rows, heads, dim]| [1, rows, heads, dim])),
+            _ => (4, <[usize; 4]>::try_from(dims).ok().map(|dims| logical(layout, dims))),
+        };
+        *shape = logical.with_context(|| {
+            let dimensions = dims.len();
+            format!(
+                "input {name}: tensor `{tensor}` has {dimensions} dimensions {dims:?}; allowed: {wanted}, {}",
+                axes(layout)
+            )
+        })?;
+    }
+    let [q, k, v] = shapes;
+    let [dtype_q, dtype_k, dtype_v] = dtypes;
+    ensure!(
+        dtype_q == dtype_k && dtype_q == dtype_v,
+        "input {name}: q, k and v have dtypes {dtype_q}, {dtype_k} and {dtype_v}; allowed: one for all three"
+    );
+    ensure!(dtype_q != DType::I32, "input {name}: tensor `q` has dtype I32; allowed: BF16, F16, F32");
+    // What names the same size in two tensors must agree.
+    for (what, (left, a), (right, b)) in [
+        ("batch", ("q", q[0]), ("k", k[0])),
+        ("batch", ("k", k[0]), ("v", v[0])),
+        ("seqlen", ("k", k[1]), ("v", v[1])),
+        ("heads", ("k", k[2]), ("v", v[2])),
+        ("head_dim", ("q", q[3]), ("k", k[3])),
+    ] {
+        ensure!(
+            a == b,
+            "input {name}: {what} is {a} in {left} and {b} in {right}; allowed: the same (layout {})",
+            layout.name()
+        );
+    }
+    Ok(([q, k, v], dtype_q))
 }
 
 /// The form of the bias of a file, from the type and the shape of the tensor. `None` where it has none. `packed`: whether sequences

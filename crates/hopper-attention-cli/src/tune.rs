@@ -58,6 +58,7 @@ mod gpu {
             points,
             iters: args.iters as usize,
             layout: args.points.layout,
+            files: vec![],
             seed: args.seed,
             draws: 1,
             ours: vec![],

@@ -28,11 +28,12 @@ fn check_passes_in_every_type_and_converts_when_asked() {
 }
 
 #[test]
-fn the_cpu_ignores_a_margin() {
+fn the_cpu_ignores_a_margin_and_meets_a_limit() {
     let folder = Folder::new();
     let input = folder.random("qkv.safetensors", "--backward --seqlen-q 50 --heads-q 2 --head-dim 16");
-    let text = hattn_on("check --device cpu --backward --sm-margin 500", &input, None).fine();
-    for part in [" lse sm_margin 500\n", " d_lse sm_margin 500\n", "passed"] {
+    let text = hattn_on("check --device cpu --backward --sm-margin 500 --workspace-limit 0", &input, None).fine();
+    let options = "sm_margin 500 workspace_limit 0\n";
+    for part in [&format!(" lse {options}"), &format!(" d_lse {options}"), "passed"] {
         assert!(text.contains(part), "`{part}` is not in: {text}");
     }
 }

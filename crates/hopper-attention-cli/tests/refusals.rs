@@ -305,7 +305,7 @@ fn random_sizes_that_make_no_problem() {
 #[test]
 fn a_command_line_that_cannot_be_read() {
     let input = ["--input", FIXTURE];
-    let cases: [&[&str]; 12] = [
+    let cases: [&[&str]; 13] = [
         &[],
         &["walk"],
         &["run", input[0], input[1]],
@@ -316,6 +316,7 @@ fn a_command_line_that_cannot_be_read() {
         &["check", input[0], input[1], "--arch", "sm_80"],
         &["check", input[0], input[1], "--repeat", "0"],
         &["check", input[0], input[1], "--sm-margin", "-1"],
+        &["check", input[0], input[1], "--workspace-limit", "-1"],
         &["bench", "--sm-margin", "few"],
         &["check", input[0], input[1], "--deterministic"],
     ];

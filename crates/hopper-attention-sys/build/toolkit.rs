@@ -70,7 +70,10 @@ fn find_cuda(vars: &Vars) -> Result<PathBuf> {
     let beside_nvcc = nvcc.and_then(|nvcc| Some(nvcc.canonicalize().ok()?.parent()?.parent()?.to_path_buf()));
     let machine = vars.cuda_candidates.iter().cloned().chain(beside_nvcc).chain([PathBuf::from("/usr/local/cuda")]);
     let mut too_old = Vec::new();
-    for home in machine.chain([vars.toolchain.join("cuda")]) {
+    // Of one form, however it was found: its path is part of what names the kernels' folder.
+    let fetched = vars.toolchain.join("cuda");
+    let fetched = fetched.canonicalize().unwrap_or(fetched);
+    for home in machine.chain([fetched]) {
         match version(&home) {
             Some(version) if version >= LEAST_CUDA && home.join("include/cuda_runtime_api.h").exists() => {
                 return Ok(home);

@@ -28,6 +28,7 @@ mod graphs;
 mod green;
 mod grid;
 mod large;
+mod limits;
 mod margins;
 mod ordering;
 mod packed;

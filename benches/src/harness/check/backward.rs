@@ -81,10 +81,6 @@ impl Sum {
     }
 }
 
-fn scale<T>(task: &Task<'_, T>) -> f64 {
-    1.0 / (task.point.head_dim as f64).sqrt()
-}
-
 fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Row {
     let [batch, query, head] = at;
     let own = Query::new(task, pool, at);
@@ -95,7 +91,7 @@ fn query_row<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> Ro
         let [_, d_s, size] = own.pair(key, &k, &v, task);
         d_q.add(d_s, size, &k);
     }
-    d_q.row(0, at, scale(task))
+    d_q.row(0, at, task.point.scale())
 }
 
 /// Of dK and of dV.
@@ -112,7 +108,7 @@ fn key_rows<T: Float>(task: &Task<'_, T>, pool: &Pool<T>, at: [usize; 3]) -> [Ro
             d_v.add(p, p, &query.d_o);
         }
     }
-    [d_k.row(1, at, scale(task)), d_v.row(2, at, 1.0)]
+    [d_k.row(1, at, task.point.scale()), d_v.row(2, at, 1.0)]
 }
 
 /// Some numbers of the gradient of the bias, at both ends and in the middle of each dimension. A score has no cap here, so that they

@@ -247,5 +247,16 @@ fn a_bias_is_timed_beside_lists_of_blocks() {
 }
 
 fn job_of(points: Vec<Point>, layout: Order) -> Job {
-    Job { points, iters: 3, layout, seed: 5, draws: 2, ours: vec![], peers: vec![], python_peers: false, ordinal: 0 }
+    Job {
+        points,
+        iters: 3,
+        layout,
+        files: vec![],
+        seed: 5,
+        draws: 2,
+        ours: vec![],
+        peers: vec![],
+        python_peers: false,
+        ordinal: 0,
+    }
 }

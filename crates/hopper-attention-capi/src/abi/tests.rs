@@ -37,11 +37,11 @@ fn a_size_ends_between_two_fields() {
     // The last two of each list are those of structs that a newer header may have.
     assert_eq!(
         taken::<hattn_forward_problem>(),
-        [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232]
+        [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240]
     );
     assert_eq!(
         taken::<hattn_backward_problem>(),
-        [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224]
+        [104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232]
     );
     assert_eq!(taken::<hattn_quantize_problem>(), [32, 40, 48]);
     assert_eq!(taken::<hattn_tensor>(), [96, 104, 112]);
@@ -67,7 +67,7 @@ fn sizes_and_versions_are_those_that_exist() {
     for size in [0, 103, 119, 4097, 4104, u32::MAX] {
         let want = format!(
             "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, \
-             216 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to 4096 if the fields that this library does not know are 0"
+             216, 224 (sizeof(hattn_forward_problem)), or a larger multiple of 8 up to 4096 if the fields that this library does not know are 0"
         );
         assert_eq!(text(&block(size, 1)).unwrap_err(), want);
     }
@@ -84,7 +84,7 @@ fn fields_of_a_newer_caller_must_be_zero() {
     let error = text(&newer).unwrap_err();
     assert!(
         error.starts_with(&format!(
-            "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, {known} ("
+            "problem: struct_size {size}; allowed: 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, {known} ("
         )),
         "{error}"
     );
@@ -112,6 +112,7 @@ fn fields_that_an_older_caller_does_not_know_are_zero() {
     older.0[104..4096].fill(1);
     let read = text(&older).unwrap();
     assert_eq!((read.output, read.scaling, read.amax, read.half_scores, read.sm_margin), (0, 0, 0, 0, 0));
+    assert_eq!(read.workspace_limit, 0);
     assert_eq!((read.cu_seqlens_q, read.seqused_kv, read.max_seqlen_q, read.fill_gaps), (0, 0, 0, 0));
 }
 

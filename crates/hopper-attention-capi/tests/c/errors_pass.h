@@ -436,16 +436,17 @@ static void numbers_of_a_problem_are_refused(void) {
   NO_PLAN(problem.window_left = -1, HATTN_ERROR_VALUE, "window_left", "-1", "0 and above with this mask");
 }
 
-/* The CPU has no multiprocessors to leave. */
-static void the_cpu_ignores_a_margin(void) {
+/* The CPU has no multiprocessors to leave, and needs no workspace. */
+static void the_cpu_ignores_a_margin_and_meets_a_limit(void) {
   char text[512];
   PASS(plan)* made = NULL;
   problem.sm_margin = INT32_MAX;
+  problem.workspace_limit = 1;
   prepare();
   computes();
   CHECK(PASS(plan_create)(&problem, HATTN_CPU, &made) == HATTN_OK);
   CHECK(PASS(plan_describe)(made, text, sizeof(text), NULL) == HATTN_OK);
-  CHECK_TEXT(text, " sm_margin 2147483647");
+  CHECK_TEXT(text, " sm_margin 2147483647 workspace_limit 1");
   PASS(plan_destroy)(made);
 }
 
@@ -614,7 +615,7 @@ static int run_what_passes_share(void) {
   FRESH(reserved_fields_are_0);
   FRESH(numbers_of_a_problem_are_refused);
   FRESH(sizes_that_were_forgotten_are_refused);
-  FRESH(the_cpu_ignores_a_margin);
+  FRESH(the_cpu_ignores_a_margin_and_meets_a_limit);
   FRESH(a_plan_describes_itself_into_any_room);
   FRESH(what_has_no_elements_needs_no_memory);
   FRESH(a_batch_of_0_is_legal);

@@ -71,6 +71,7 @@ static hattn_quantize_args* quantize_args;
     (p).window_left = below(8) + ((p).mask > 2 ? 1 : -1), (p).window_right = below(8) - 1;                \
     (p).softmax_scale = one_in(2) ? 0.0F : 0.25F;                                                         \
     (p).sm_margin = one_in(4) ? (int32_t)below(200) : 0;                                                  \
+    (p).workspace_limit = one_in(4) ? 1 + (uint64_t)below(100000) : 0;                                    \
     /* Nothing to compute, whatever the other numbers are. */                                             \
     if ((p).batch == 0 && one_in(2)) {                                                                    \
       (p).heads_kv <<= 20, (p).heads_q <<= 20;                                                            \

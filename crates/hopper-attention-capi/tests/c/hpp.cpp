@@ -163,7 +163,8 @@ constexpr ForwardProblem all_set() {
       .block_mask(BlockMask(1).per_batch(true).per_head(true).full_blocks(true).per_batch(false))
       .bias(Bias(DType::F32).per_batch(true).per_head(true).per_query(true).per_head(false))
       .arch(Arch::Sm80)
-      .sm_margin(16);
+      .sm_margin(16)
+      .workspace_limit(5000);
 }
 
 // The C struct of a problem has all of them.
@@ -180,6 +181,7 @@ void holds_all(const Problem& problem) {
   CHECK(c.alibi == HATTN_ALIBI_PER_BATCH && c.arch == HATTN_ARCH_SM80);
   CHECK(c.mask == HATTN_MASK_WINDOW && c.corner == HATTN_TOP_LEFT);
   CHECK(c.window_left == 8 && c.window_right == HATTN_UNBOUNDED && c.sm_margin == 16);
+  CHECK(c.workspace_limit == 5000);
 }
 
 void problems_hold_what_was_set() {
@@ -190,7 +192,7 @@ void problems_hold_what_was_set() {
   CHECK(problem.c_problem().max_logits == 1);
   const hattn_forward_problem causal = ForwardProblem(DType::F16).causal().c_problem();
   CHECK(causal.mask == HATTN_MASK_CAUSAL && causal.corner == HATTN_BOTTOM_RIGHT && causal.lse == 0);
-  CHECK(causal.arch == HATTN_ARCH_OWN && causal.sm_margin == 0);
+  CHECK(causal.arch == HATTN_ARCH_OWN && causal.sm_margin == 0 && causal.workspace_limit == 0);
   const hattn_forward_problem full = ForwardProblem(problem).mask(Mask::Full).lse(false).c_problem();
   CHECK(full.mask == HATTN_MASK_FULL && full.lse == 0 && full.batch == 1);
 }
@@ -202,6 +204,7 @@ void backward_problems_hold_the_forward_one() {
   const hattn_backward_problem& c = problem.c_problem();
   CHECK(c.struct_size == sizeof(c) && c.d_lse == 1 && c.deterministic == 1);
   CHECK(BackwardProblem(problem).sm_margin(3).c_problem().sm_margin == 3);
+  CHECK(BackwardProblem(problem).workspace_limit(0).c_problem().workspace_limit == 0);
   const hattn_backward_problem plain = BackwardProblem(all_set().arch(Arch::Sm90).lse(true)).c_problem();
   CHECK(plain.d_lse == 0 && plain.deterministic == 0 && plain.seqlen_kv == 3 && plain.arch == HATTN_ARCH_SM90);
 }

@@ -56,6 +56,19 @@ pub struct BenchArgs {
     /// query on average. late: one key in 64 scores up to 25. nan: one query in 128 is NaN. Every library gets the same inputs.
     #[arg(long, value_name = "CLASS", value_delimiter = ',', default_values_t = [Class::Normal])]
     pub inputs: Vec<Class>,
+    /// Time q, k and v of this safetensors file in place of drawn inputs. May be given several times
+    ///
+    /// The file has q, k and v in bf16, f16 or f32, [batch, seqlen, heads, head_dim] or heads first, as its metadata says under
+    /// `layout`: such as fixtures/minilm_layer3.safetensors. They are converted to each of --dtypes, bf16 or f16. The file's
+    /// sequences are repeated in turn along the batch, in whole rounds, as many as --tokens hold; --batch says how many sequences
+    /// there are in all. Masks are those of --masks, else that of the metadata (`mask`), else full. The metadata may state the
+    /// softmax scale (`scale`). A backward takes d_o of the file, if it has one, and draws a normal one otherwise. The name of a
+    /// point ends with the file's: fwd/bf16/d32/full/s197/b82/h12/kv12/minilm_layer3.
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "inputs", "draws", "gqa", "dims", "seqlens", "hidden", "few_heads", "lopsided", "quarter", "packed", "bias", "dropout",
+        "block_mask",
+    ])]
+    pub input: Vec<PathBuf>,
     /// On how many draws of the inputs the error of o is measured. The mean is reported; the first draw is the timed one
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub draws: u32,
@@ -74,7 +87,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "PERCENT", default_value_t = 2.0, requires = "compare")]
     pub noise: f64,
     /// Measure nothing. Show this report instead, and compare it if --compare is given
-    #[arg(long, value_name = "NEW.json", conflicts_with_all = ["output", "ours", "peer"])]
+    #[arg(long, value_name = "NEW.json", conflicts_with_all = ["output", "ours", "peer", "input"])]
     pub from: Option<PathBuf>,
 }
 
@@ -96,8 +109,8 @@ pub struct PointArgs {
     /// Head dims. 192x128: 192 of Q and K, 128 of V and O
     #[arg(long, value_name = "DIM", value_delimiter = ',', default_values = ["64", "128"])]
     pub dims: Vec<HeadDims>,
-    /// Masks: full, causal, or window:N (a query attends to its own key and the N keys before it)
-    #[arg(long, value_delimiter = ',', default_values = ["full", "causal"])]
+    /// Masks: full, causal, or window:N (a query attends to its own key and the N keys before it) [default: full,causal]
+    #[arg(long, value_delimiter = ',')]
     pub masks: Vec<PointMask>,
     /// Sequence lengths [default: 512 to 16384 on a GPU, 64 to 256 on a CPU]
     #[arg(long, value_delimiter = ',', value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
@@ -183,7 +196,10 @@ impl PointArgs {
             dtypes: self.dtypes[..if self.quick { 1 } else { self.dtypes.len() }].to_vec(),
             gqa: self.gqa.clone(),
             dims: self.dims.clone(),
-            masks: self.masks.clone(),
+            masks: match &self.masks[..] {
+                [] => vec![PointMask::Full, PointMask::Causal],
+                given => given.to_vec(),
+            },
             seqlens: match (&self.seqlens[..], self.quick) {
                 ([], true) => quick.to_vec(),
                 ([], false) => base.seqlens,

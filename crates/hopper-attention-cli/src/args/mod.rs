@@ -203,6 +203,12 @@ pub struct ComputeArgs {
     /// the quantiser of --fp8 and the small kernels before and after the main kernel of gradients.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub sm_margin: usize,
+    /// The most bytes that the workspace of each pass may have [default: any number]
+    ///
+    /// A GPU then cuts tiles less, which may be slower. A pass is refused if it needs more even without that. The CPU needs
+    /// none. The quantiser of --fp8 ignores it.
+    #[arg(long, value_name = "BYTES")]
+    pub workspace_limit: Option<u64>,
     /// A file that `hattn tune` wrote. Its kernel is used if it has this shape and this GPU, else the built-in choice
     #[arg(long, value_name = "FILE")]
     pub tuning: Option<PathBuf>,

@@ -10,6 +10,7 @@ use hopper_attention_benches::host::HostCost;
 use hopper_attention_benches::{Cpu, Job, Outcome, Progress, PyTorch, Report, Session, Sweep, WARM_UPS};
 use serde_json::json;
 
+use super::files::Files;
 use crate::args::{BenchArgs, DeviceArg, HarnessArg};
 use crate::report;
 
@@ -35,7 +36,8 @@ pub fn run(
             if args.device == DeviceArg::Cpu { "" } else { ": this build has no GPU kernels (--features cuda)" }
         );
     }
-    let Some(ordinal) = gpu else { return on_cpu(args, length, progress) };
+    let files = &Files::read(args)?;
+    let Some(ordinal) = gpu else { return on_cpu(args, files, length, progress) };
 
     let library = beside();
     if args.harness == HarnessArg::Pytorch && args.ours.is_empty() {
@@ -52,10 +54,12 @@ pub fn run(
             [] => vec![format!("{}={}", hopper_attention_benches::NAME, library.display())],
             ours => ours.to_vec(),
         };
-        let job = job(args, false, ordinal, ours)?;
+        let job = job(args, files, false, ordinal, ours)?;
         length(job.points.len());
-        let why = match session(args, &job).run(&mut PyTorch::new(&args.python), progress)? {
-            Outcome::Done { report, cupti } => return Ok((*report, host_on_gpu(ordinal, cupti))),
+        let why = match session(args, files, &job).run(&mut PyTorch::new(&args.python), progress)? {
+            Outcome::Done { report, cupti } => {
+                return Ok((noted(*report, args, files, false), host_on_gpu(ordinal, cupti)));
+            }
             Outcome::Absent(why) => why,
         };
         if args.harness == HarnessArg::Pytorch {
@@ -63,7 +67,7 @@ pub fn run(
         }
         report::warn(format!("{why}: cuDNN, FlashAttention-2 and other peers in Python are not timed"));
     }
-    on_gpu(args, ordinal, apart && !args.no_python_peers, length, progress)
+    on_gpu(args, files, ordinal, apart && !args.no_python_peers, length, progress)
 }
 
 /// Our shared object that `scripts/bench.sh` puts beside this program. An installed program has none.
@@ -72,7 +76,7 @@ fn beside() -> PathBuf {
     folder.join("libhopper_attention_benches.so")
 }
 
-fn job(args: &BenchArgs, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Result<Job> {
+fn job(args: &BenchArgs, files: &Files, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Result<Job> {
     let iters = match (args.iters, on_cpu, args.points.quick) {
         (Some(iters), ..) => iters as usize,
         (None, true, _) => 5,
@@ -80,10 +84,12 @@ fn job(args: &BenchArgs, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Res
         (None, false, false) => 20,
     };
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| u64::from(now.subsec_nanos()));
+    let sweep = Sweep { inputs: args.inputs.clone(), ..args.points.sweep(on_cpu) };
     Ok(Job {
-        points: Sweep { inputs: args.inputs.clone(), ..args.points.sweep(on_cpu) }.points()?,
+        points: if args.input.is_empty() { sweep.points()? } else { sweep.points_of(&files.tensors)? },
         iters,
         layout: args.points.layout,
+        files: files.tensors.clone(),
         seed: args.seed.unwrap_or_else(clock),
         draws: args.draws as usize,
         ours,
@@ -93,8 +99,8 @@ fn job(args: &BenchArgs, on_cpu: bool, ordinal: usize, ours: Vec<String>) -> Res
     })
 }
 
-fn session<'a>(args: &BenchArgs, job: &'a Job) -> Session<'a> {
-    let options = BTreeMap::from([
+fn session<'a>(args: &BenchArgs, files: &Files, job: &'a Job) -> Session<'a> {
+    let mut options = BTreeMap::from([
         ("iters".to_string(), json!(job.iters)),
         ("warm_ups".into(), json!(WARM_UPS)),
         ("layout".into(), json!(job.layout)),
@@ -103,24 +109,34 @@ fn session<'a>(args: &BenchArgs, job: &'a Job) -> Session<'a> {
         ("draws".into(), json!(job.draws)),
         ("filter".into(), json!(args.points.filter)),
     ]);
+    if !args.input.is_empty() {
+        options.insert("files".into(), files.options());
+    }
     Session::new(job, args.commit.clone(), options)
+}
+
+/// A report with what is to be known of the files.
+fn noted(mut report: Report, args: &BenchArgs, files: &Files, on_cpu: bool) -> Report {
+    report.notes.extend(files.notes(&args.points.sweep(on_cpu)));
+    report
 }
 
 fn on_cpu(
     args: &BenchArgs,
+    files: &Files,
     length: &mut dyn FnMut(usize),
     progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Measured> {
     ensure!(args.arch.is_none(), "--arch is for a GPU, and this would run on the CPU");
     ensure!(args.sm_margin == 0, "--sm-margin is for a GPU, and this would run on the CPU");
-    let job = job(args, true, 0, vec![])?;
+    let job = job(args, files, true, 0, vec![])?;
     length(job.points.len());
-    match session(args, &job).run(&mut Cpu, progress)? {
+    match session(args, files, &job).run(&mut Cpu, progress)? {
         Outcome::Done { mut report, .. } => {
             report
                 .notes
                 .push("the CPU backend against the naive computation: it says nothing about the kernels".into());
-            Ok((*report, super::host_on_cpu()))
+            Ok((noted(*report, args, files, true), super::host_on_cpu()))
         }
         Outcome::Absent(why) => bail!("{why}"),
     }
@@ -129,6 +145,7 @@ fn on_cpu(
 #[cfg(feature = "cuda")]
 fn on_gpu(
     args: &BenchArgs,
+    files: &Files,
     ordinal: usize,
     python: bool,
     length: &mut dyn FnMut(usize),
@@ -139,14 +156,14 @@ fn on_gpu(
 
     let device = match Device::cuda(ordinal) {
         Ok(Device::Cuda(device)) => device,
-        Ok(_) => return on_cpu(args, length, progress),
+        Ok(_) => return on_cpu(args, files, length, progress),
         Err(error) if args.device == DeviceArg::Auto && args.ours.is_empty() && args.peer.is_empty() => {
             report::warn(format!("{error}: small sizes on the CPU"));
-            return on_cpu(args, length, progress);
+            return on_cpu(args, files, length, progress);
         }
         Err(error) => return Err(error.into()),
     };
-    let job = job(args, false, ordinal, args.ours.clone())?;
+    let job = job(args, files, false, ordinal, args.ours.clone())?;
     let (mut ours, mut apart);
     let harness: &mut dyn Harness = if python {
         length(2 * job.points.len());
@@ -157,8 +174,8 @@ fn on_gpu(
         ours = Cuda::new(device)?;
         &mut ours
     };
-    match session(args, &job).run(harness, progress)? {
-        Outcome::Done { report, cupti } => Ok((*report, host_on_gpu(ordinal, cupti))),
+    match session(args, files, &job).run(harness, progress)? {
+        Outcome::Done { report, cupti } => Ok((noted(*report, args, files, false), host_on_gpu(ordinal, cupti))),
         Outcome::Absent(why) => bail!("{why}"),
     }
 }
@@ -166,6 +183,7 @@ fn on_gpu(
 #[cfg(not(feature = "cuda"))]
 fn on_gpu(
     _: &BenchArgs,
+    _: &Files,
     _: usize,
     _: bool,
     _: &mut dyn FnMut(usize),

@@ -1,5 +1,6 @@
 //! `hattn bench` and `hattn plot`: chooses the harness, and prints, saves, compares and draws its report.
 
+mod files;
 mod harness;
 
 use std::collections::BTreeMap;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cute/arch/util.hpp>
 
+#include "common/barrier.hpp"
 #include "common/slab.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
@@ -48,6 +49,12 @@ CUTE_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "me
 template <int kLater>
 CUTE_DEVICE void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
+// Arrives at a barrier in shared memory when the calling thread's copies are there. The barrier counts each thread.
+CUTE_DEVICE void arrive_behind_copies(Mbarrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(cute::cast_smem_ptr_to_uint(&barrier.word))
+               : "memory");
 }
 
 // Copies rows [first, first + kRows) of one head into a tile, every one of kThreads threads its share: the same chunk

@@ -82,13 +82,14 @@ CUTE_HOST_DEVICE float exponent_factor(float softmax_scale) {
   return cute::min(cute::max(softmax_scale * kLog2E, 0x1p-126F), 0x1.fffffep127F);
 }
 
-// The softmax scale where something is divided by it (the LSE in the backward, a bias): no float that a problem may
-// have makes the quotient overflow.
+// The softmax scale where something is divided by it (the LSE in the backward, a bias, the slopes of ALiBi): no float
+// that a problem may have makes the quotient overflow.
 CUTE_HOST_DEVICE float exponent_scale(float softmax_scale) { return cute::max(softmax_scale, 0x1p-90F); }
 
 // What the forward multiplies a score by: a product q k, or what a cap makes of it.
 CUTE_HOST_DEVICE float forward_factor(FwdParams const& params) {
-  float const scale = has_bias(params) ? exponent_scale(params.softmax_scale) : params.softmax_scale;
+  bool const divides = has_bias(params) || params.alibi.address != 0;
+  float const scale = divides ? exponent_scale(params.softmax_scale) : params.softmax_scale;
   return exponent_factor(params.softcap == 0.0F ? scale : params.softcap);
 }
 

@@ -35,8 +35,8 @@ impl From<Error> for Failed {
     fn from(error: Error) -> Self {
         match error {
             Error::Unsupported { .. } => Self::Refused(error.to_string()),
-            // The margin is all that this GPU has.
-            Error::Value { what: "sm_margin", .. } => Self::Refused(error.to_string()),
+            // The margin is all that this GPU has. A plan needs more than the limit even without cut tiles.
+            Error::Value { what: "sm_margin" | "workspace_limit", .. } => Self::Refused(error.to_string()),
             _ => Self::Wrong(error.to_string()),
         }
     }

@@ -121,6 +121,7 @@ pub fn example(pass: Pass, dtype: DType, names: [&str; 2]) -> Result<Problem, St
         fp8: Fp8 { scaling: Scaling::PerHead, half_scores: false, hadamard: None },
         arch: None,
         sm_margin: 0,
+        workspace_limit: None,
         deterministic: has("deterministic"),
         launch: Launch::default(),
     };

@@ -70,6 +70,8 @@ pub struct Problem {
     pub arch: Option<Arch>,
     /// How many multiprocessors of a GPU its kernels leave to others.
     pub sm_margin: usize,
+    /// The most bytes of its workspace on a GPU, if there is a limit.
+    pub workspace_limit: Option<u64>,
     /// Whether gradients must be the same on every run.
     pub deterministic: bool,
     /// How a GPU runs it.
@@ -96,13 +98,13 @@ impl Problem {
             Some(arch) => options.arch(arch),
             None => options,
         };
-        options.sm_margin(self.sm_margin).build()
+        options.sm_margin(self.sm_margin).workspace_limit(self.workspace_limit).build()
     }
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pass, dtype, case, fp8, arch, sm_margin, deterministic, launch } = self;
+        let Self { pass, dtype, case, fp8, arch, sm_margin, workspace_limit, deterministic, launch } = self;
         write!(f, "{} {dtype} {case}", format!("{pass:?}").to_lowercase())?;
         if matches!(pass, Pass::Fp8 | Pass::Quantize) {
             write!(f, " {}", fp8.scaling)?;
@@ -116,6 +118,9 @@ impl fmt::Display for Problem {
         }
         if *sm_margin > 0 {
             write!(f, " sm_margin {sm_margin}")?;
+        }
+        if let Some(bytes) = workspace_limit {
+            write!(f, " workspace_limit {bytes}")?;
         }
         f.write_str(if *deterministic { " deterministic" } else { "" })?;
         if let Some(kernel) = launch.kernel {
@@ -143,6 +148,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
     let arch = prop_oneof![3 => Just(None), 1 => Just(Some(Arch::Sm90)), 1 => Just(Some(Arch::Sm80))];
     // Up to all but one of an H100's multiprocessors.
     let margin = prop_oneof![5 => Just(0), 1 => 1usize..132];
+    // From 256 KiB, which few gradients get by with, to 128 MiB, which nearly all do.
+    let limit = prop_oneof![9 => Just(None), 1 => (18u32..28).prop_map(|log| Some(1u64 << log))];
     let launch =
         (proptest::option::of(0u8..32), proptest::bool::ANY, proptest::bool::weighted(0.2), proptest::num::u8::ANY);
     let values = prop_oneof![
@@ -158,7 +165,7 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
         .prop_map(|(case, packing, sinks)| Case { sinks, ..random::packed(case, packing) });
     let of_pairs = (random::blocks(), random::bias(), random::dropout());
     let cases = (cases, ((random::softcap(), of_pairs), random::biases()));
-    (choices, cases, values, fp8, (launch, margin)).prop_map(
+    (choices, cases, values, fp8, (launch, margin, limit)).prop_map(
         move |(
             (pass, dtype, arch, deterministic),
             (case, ((softcap, (blocks, bias, dropout)), biases)),
@@ -166,7 +173,7 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
             (scaling, half_scores, hadamard),
             last,
         )| {
-            let (launch, sm_margin) = last;
+            let (launch, sm_margin, limit) = last;
             let (kernel, second_stream, graph, poison) = launch;
             let fp8 = matches!(pass, Pass::Fp8 | Pass::Quantize);
             // e4m3 operands have no ALiBi and no maximum logits.
@@ -211,6 +218,8 @@ pub(super) fn any(for_gpu: bool) -> impl Strategy<Value = Problem> {
                 fp8: Fp8 { scaling, half_scores, hadamard },
                 arch: if fp8 { None } else { arch.filter(|_| for_gpu) },
                 sm_margin: if honours { sm_margin } else { 0 },
+                // Other passes have no tiles that a limit leaves whole.
+                workspace_limit: limit.filter(|_| for_gpu && matches!(pass, Pass::Backward | Pass::Fp8)),
                 deterministic: deterministic && pass == Pass::Backward,
                 launch: Launch { kernel, second_stream: second_stream || graph, graph, poison },
             }
@@ -256,6 +265,9 @@ struct Record {
     /// Older files have none.
     #[serde(default)]
     sm_margin: usize,
+    /// Older files have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    workspace_limit: Option<u64>,
     deterministic: bool,
     launch: Launch,
     /// Older files have none.
@@ -304,7 +316,7 @@ enum MaskRecord {
 
 impl From<Problem> for Record {
     fn from(problem: Problem) -> Self {
-        let Problem { pass, dtype, case, fp8, arch, sm_margin, deterministic, launch } = problem;
+        let Problem { pass, dtype, case, fp8, arch, sm_margin, workspace_limit, deterministic, launch } = problem;
         let top_left = |corner| corner == Corner::TopLeft;
         Self {
             pass,
@@ -333,6 +345,7 @@ impl From<Problem> for Record {
             hadamard: fp8.hadamard,
             arch: arch.map(|arch| arch.to_string()),
             sm_margin,
+            workspace_limit,
             deterministic,
             launch,
             packing: case.packing,
@@ -399,6 +412,7 @@ impl TryFrom<Record> for Problem {
             },
             arch: record.arch.map(|arch| named("arch", &arch, &[Arch::Sm80, Arch::Sm90])).transpose()?,
             sm_margin: record.sm_margin,
+            workspace_limit: record.workspace_limit,
             deterministic: record.deterministic,
             launch: record.launch,
         };
@@ -437,6 +451,11 @@ mod tests {
         assert!(margins.iter().all(|problem| problem.pass != Pass::Quantize && problem.arch != Some(Arch::Sm80)));
         assert!(margins.iter().all(|problem| problem.forward().sm_margin() == problem.sm_margin));
         assert!(on_cpu.iter().all(|problem| problem.sm_margin == 0));
+        let limits: Vec<_> = on_gpu.iter().filter(|problem| problem.workspace_limit.is_some()).collect();
+        assert!((5..50).contains(&limits.len()), "{}", limits.len());
+        assert!(limits.iter().all(|problem| matches!(problem.pass, Pass::Backward | Pass::Fp8)));
+        assert!(limits.iter().all(|problem| problem.forward().workspace_limit() == problem.workspace_limit));
+        assert!(on_cpu.iter().all(|problem| problem.workspace_limit.is_none()));
     }
 
     #[test]

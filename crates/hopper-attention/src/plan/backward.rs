@@ -19,8 +19,9 @@ use super::fitting::{self, MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::lists::{ListParts, Lists};
 use super::packed::{Packed, table_bytes};
 use super::schedule::{
-    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, LISTED_GROUP_BYTES, PACKED_GROUP_BYTES, backward_heads, groups,
-    groups_in_turns, groups_of_shares, heads_within, is_persistent, multiprocessors, resident, small, write_keys,
+    BACKWARD_GROUP_BYTES, Bounds, HEADS_PER_GROUP, LISTED_GROUP_BYTES, PACKED_GROUP_BYTES, backward_heads, check_limit,
+    groups, groups_in_turns, groups_of_shares, heads_within, is_persistent, is_within_limit, multiprocessors, resident,
+    small, write_keys,
 };
 use super::shares::{self, Cut, Work};
 use super::target::{Planned, Target};
@@ -217,12 +218,19 @@ impl fmt::Display for BackwardChoice {
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) when no row computes the problem. The error names the first property that
 /// no row has, and the nearest that a row has. Also where the problem has a margin and the kernel cannot leave multiprocessors.
-/// [`Error::Value`](crate::Error::Value) when the margin leaves none.
+/// [`Error::Value`](crate::Error::Value) when the margin leaves none, and when the workspace is above the problem's limit even if no
+/// tile is cut.
 pub fn select_backward(problem: &BackwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<BackwardChoice> {
     select_cut(problem, gpu, rows, None)
 }
 
-/// The same with tiles that are cut in a given way, where they can be cut.
+/// A choice, unless its workspace is above the problem's limit.
+fn within_limit(problem: &BackwardProblem, choice: BackwardChoice) -> Result<BackwardChoice> {
+    check_limit(problem.forward(), choice.workspace_bytes())?;
+    Ok(choice)
+}
+
+/// The same as [`select_backward`] with tiles that are cut in a given way, where they can be cut.
 fn select_cut(
     problem: &BackwardProblem,
     gpu: &DeviceFacts,
@@ -238,7 +246,7 @@ fn select_cut(
         })
         .ok_or_else(|| unsupported(problem.to_string(), "no kernel".into()))?;
     if problem.forward().has_lengths() {
-        return select_packed(problem, gpu, kernel);
+        return within_limit(problem, select_packed(problem, gpu, kernel)?);
     }
     let heads_kv = dims.batch * dims.heads_kv; // Below 2^31: the problem was checked.
     let count = |what: &str, per_head: usize, heads: usize| {
@@ -256,6 +264,58 @@ fn select_cut(
     let group = dims.heads_q / dims.heads_kv.max(1);
     let bytes = bytes_of_kv_head(&dims, &kernel, dims.seqlen_q);
     let lists = Lists::of(problem.forward(), Some(kernel.tile_m))?;
+    let cut_so = |cut: Cut| -> Result<BackwardChoice> {
+        let shares = cut.shares;
+        let cut_tiles = match (cut.last, shares) {
+            (_, 1) => 0,
+            (Some(last), _) => small(last).min(tiles),
+            (None, _) => tiles,
+        };
+        count("shares of tiles", shares, cut_tiles as usize)?;
+        let listed = tiles - cut_tiles + cut_tiles * small(shares);
+        let grid = match cut {
+            _ if !is_persistent(&kernel) => tiles,
+            Cut { in_cluster: true, .. } => listed,
+            _ => listed.min(small(multiprocessors)),
+        };
+        // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
+        // same blocks in each tile. Other shares do not, so that all are in one group.
+        let in_heads = if cut_tiles < tiles { 1 } else { shares };
+        let heads = heads_kv * in_heads;
+        let bytes = bytes / in_heads;
+        let [heads_per_group, groups] = match (turns, in_heads) {
+            _ if cut.in_cluster => [small(heads_kv), 1],
+            (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
+            (true, _) => [small(heads), 1],
+            (false, 1) if lists.is_some() => groups(even, heads, bytes, heads_within(bytes, LISTED_GROUP_BYTES)),
+            (false, 1) => groups(even, heads, bytes, backward_heads(bytes, BACKWARD_GROUP_BYTES)),
+            (false, _) => groups_of_shares(even, heads, bytes),
+        };
+        Ok(BackwardChoice {
+            kernel,
+            bounds,
+            tiles,
+            shares: small(shares),
+            cut_tiles,
+            cluster: if cut.in_cluster { small(shares) } else { 1 },
+            grid,
+            heads_per_group,
+            groups,
+            // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
+            // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
+            // Tiles of equal work are drawn, too, where there are many: some multiprocessors are a little faster.
+            // Clusters draw nothing: their tiles follow from their numbers, and they take no turns.
+            tile_counter: !cut.in_cluster && (turns || listed > grid && (!even || listed >= 2 * grid)),
+            turns,
+            blocks: usize::try_from(blocks).unwrap_or(0),
+            packed: None,
+            lists,
+            heads_q: dims.heads_q,
+        })
+    };
+    let limited = problem.workspace_limit().is_some();
+    let is_within = |choice: BackwardChoice| is_within_limit(problem.forward(), choice.workspace_bytes());
+    let fits = |cut: Cut| !limited || cut_so(cut).is_ok_and(is_within);
     // The steps of a tile with lists are known on the device alone.
     let cut = if is_persistent(&kernel) && lists.is_none() {
         let work = Work {
@@ -273,57 +333,13 @@ fn select_cut(
             // The kernel that adds a bias has no clusters.
             most_in_cluster: if problem.forward().bias().is_some() { 1 } else { kernel.most_shares },
         };
-        forced.filter(|cut| !(turns && (cut.in_cluster || cut.last.is_some()))).unwrap_or_else(|| work.cut())
+        forced
+            .filter(|cut| !(turns && (cut.in_cluster || cut.last.is_some())))
+            .unwrap_or_else(|| work.cut_within(&fits))
     } else {
         Cut::WHOLE
     };
-    let shares = cut.shares;
-    let cut_tiles = match (cut.last, shares) {
-        (_, 1) => 0,
-        (Some(last), _) => small(last).min(tiles),
-        (None, _) => tiles,
-    };
-    count("shares of tiles", shares, cut_tiles as usize)?;
-    let listed = tiles - cut_tiles + cut_tiles * small(shares);
-    let grid = match cut {
-        _ if !is_persistent(&kernel) => tiles,
-        Cut { in_cluster: true, .. } => listed,
-        _ => listed.min(small(multiprocessors)),
-    };
-    // Tiles that take turns at a block must stand in the list in the order of their turns. A share of whole query heads has the
-    // same blocks in each tile. Other shares do not, so that all are in one group.
-    let in_heads = if cut_tiles < tiles { 1 } else { shares };
-    let heads = heads_kv * in_heads;
-    let bytes = bytes / in_heads;
-    let [heads_per_group, groups] = match (turns, in_heads) {
-        _ if cut.in_cluster => [small(heads_kv), 1],
-        (true, _) if group.is_multiple_of(shares) => groups_in_turns(even, heads, bytes),
-        (true, _) => [small(heads), 1],
-        (false, 1) if lists.is_some() => groups(even, heads, bytes, heads_within(bytes, LISTED_GROUP_BYTES)),
-        (false, 1) => groups(even, heads, bytes, backward_heads(bytes, BACKWARD_GROUP_BYTES)),
-        (false, _) => groups_of_shares(even, heads, bytes),
-    };
-    Ok(BackwardChoice {
-        kernel,
-        bounds,
-        tiles,
-        shares: small(shares),
-        cut_tiles,
-        cluster: if cut.in_cluster { small(shares) } else { 1 },
-        grid,
-        heads_per_group,
-        groups,
-        // A tile that waits for its turn waits for tiles before it. These must be running, or the pass would never end.
-        // Drawing ensures that: every tile before a drawn one is at a CTA that runs (tile_scheduler.hpp).
-        // Tiles of equal work are drawn, too, where there are many: some multiprocessors are a little faster.
-        // Clusters draw nothing: their tiles follow from their numbers, and they take no turns.
-        tile_counter: !cut.in_cluster && (turns || listed > grid && (!even || listed >= 2 * grid)),
-        turns,
-        blocks: usize::try_from(blocks).unwrap_or(0),
-        packed: None,
-        lists,
-        heads_q: dims.heads_q,
-    })
+    within_limit(problem, cut_so(cut)?)
 }
 
 /// How many bytes all tiles of a KV head access in common, with so many queries: they read Q and dO, and add to the sums of dQ,
@@ -386,7 +402,8 @@ impl BackwardProblem {
     /// # Errors
     /// - [`Error::Unsupported`](crate::Error::Unsupported): the GPU has no kernel for the problem. The error names the nearest
     ///   that the GPU has. The CPU refuses only a problem that asks for a GPU's instruction set.
-    /// - [`Error::Value`](crate::Error::Value): the problem's `sm_margin` leaves no multiprocessor of the GPU.
+    /// - [`Error::Value`](crate::Error::Value): the problem's `sm_margin` leaves no multiprocessor of the GPU, or its `workspace_limit` is
+    ///   below what the plan needs without cut tiles.
     /// - [`Error::Driver`](crate::Error::Driver) or [`Error::Launch`](crate::Error::Launch): the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<BackwardPlan> {
         match device {
@@ -499,6 +516,7 @@ impl BackwardPlan {
     ///   `tile_n` keys. Where tiles have shares that are not a cluster's (the printed plan says so), also
     ///   `4 * tile_n * (head_dim_qk + head_dim_vo)` for each of these tiles, times the shares in a deterministic pass. These are
     ///   no more than 256 MiB, or than the `4 * head_dim_qk` for each query where that is more. Parts are aligned to 256 bytes.
+    ///   With a [`workspace_limit`](crate::BackwardProblemBuilder::workspace_limit), a plan that would be above it has fewer shares.
     /// - On a GPU with packed sequences or used lengths: 16 for each query, 64 for each tile of keys that all sequences can have,
     ///   the table of sequences, and `4 * head_dim_qk` for each query of blocks of sequences with more keys than a tile.
     pub fn workspace_bytes(&self) -> usize {

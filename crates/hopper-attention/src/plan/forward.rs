@@ -35,7 +35,8 @@ impl ForwardProblem {
     /// # Errors
     /// - [`Error::Unsupported`](crate::Error::Unsupported): the GPU has no kernel for the problem. The error names the nearest
     ///   that the GPU has. The CPU refuses only a problem that asks for a GPU's instruction set.
-    /// - [`Error::Value`](crate::Error::Value): the problem's `sm_margin` leaves no multiprocessor of the GPU.
+    /// - [`Error::Value`](crate::Error::Value): the problem's `sm_margin` leaves no multiprocessor of the GPU, or its `workspace_limit` is
+    ///   below what the plan needs without cut tiles.
     /// - [`Error::Driver`](crate::Error::Driver) or [`Error::Launch`](crate::Error::Launch): the kernel cannot be loaded.
     pub fn plan(&self, device: &Device) -> Result<ForwardPlan> {
         self.plan_tuned(device, &Tuning::default())

@@ -83,6 +83,25 @@ pub(super) fn multiprocessors(problem: &ForwardProblem, gpu: &DeviceFacts, kerne
     })
 }
 
+/// Whether a workspace of so many bytes is within the problem's limit.
+pub(super) fn is_within_limit(problem: &ForwardProblem, bytes: usize) -> bool {
+    problem.workspace_limit().is_none_or(|limit| bytes as u64 <= limit)
+}
+
+/// Refuses a plan whose tiles are cut as little as they can be, and whose workspace is above the problem's limit.
+///
+/// # Errors
+/// [`Error::Value`], which names both numbers of bytes.
+pub(super) fn check_limit(problem: &ForwardProblem, bytes: usize) -> Result<()> {
+    match problem.workspace_limit() {
+        Some(limit) if !is_within_limit(problem, bytes) => {
+            let allowed = format!("{bytes} and above, the bytes that the plan needs without cut tiles");
+            Err(Error::Value { what: "workspace_limit", got: limit.to_string(), allowed })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Occupancy: how many CTAs of a kernel share a multiprocessor.
 ///
 /// - Registers: a multiprocessor has 64 Ki. A thread is counted with 256, the most that it can get.
@@ -269,6 +288,10 @@ pub(super) fn small_bands() -> impl Iterator<Item = (crate::problem::Dims, MaskC
         })
     })
 }
+
+#[cfg(test)]
+#[path = "limit_tests.rs"]
+mod limit_tests;
 
 #[cfg(test)]
 mod tests {

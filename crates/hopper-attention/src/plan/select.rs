@@ -17,7 +17,10 @@ use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
 use super::key_shares::{Work, is_wide};
 use super::lists::{ListParts, Lists};
 use super::packed::{most_tiles, table_bytes, typical_dims};
-use super::schedule::{Bounds, HEADS_PER_GROUP, groups, is_persistent, multiprocessors, resident, small, write_keys};
+use super::schedule::{
+    Bounds, HEADS_PER_GROUP, check_limit, groups, is_persistent, is_within_limit, multiprocessors, resident, small,
+    write_keys,
+};
 use crate::arch::{Arch, DeviceFacts, MaskClass, Pass};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -93,7 +96,7 @@ pub struct Choice {
     /// - Why: without splitting, some CTAs have no tile in the last round. With splitting, all CTAs compute equally many key
     ///   blocks of the last tiles. A tile at a border between two CTAs is computed in two pieces.
     /// - Range: 0, or above `grid` and below `2 * grid`.
-    /// - Needs a kernel with `split_bytes` above 0, `tile_counter`, and `tiles >= 2 * grid`.
+    /// - Needs a kernel with `split_bytes` above 0, `tile_counter`, `tiles >= 2 * grid`, and a workspace within the problem's limit.
     pub split_tiles: i32,
     /// Number of queries by which the last tile of each head reaches past `seqlen_q`: 0 to `tile_m - 1`.
     pub padding: i32,
@@ -125,16 +128,24 @@ pub struct Choice {
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) when no row computes the problem. The error names the first property that
-/// no row has, and the nearest that a row has.
+/// no row has, and the nearest that a row has. [`Error::Value`](crate::Error::Value) when the margin leaves no multiprocessor,
+/// and when the workspace is above the limit even if no tile is split.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
-    schedule(problem, gpu, best(problem, gpu, rows)?, None, rows)
+    within_limit(problem, schedule(problem, gpu, best(problem, gpu, rows)?, None, rows)?)
+}
+
+/// A choice, unless its workspace is above the problem's limit.
+fn within_limit(problem: &ForwardProblem, choice: Choice) -> Result<Choice> {
+    check_limit(problem, choice.workspace_bytes())?;
+    Ok(choice)
 }
 
 /// As [`select`], but with this kernel, and with so many shares of a tile where the kernel's tiles can be shared (`None`: with
 /// the best number). A fallback comes from `rows`.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) when the kernel does not compute the problem.
+/// [`Error::Unsupported`](crate::Error::Unsupported) when the kernel does not compute the problem. [`Error::Value`](crate::Error::Value)
+/// as [`select`].
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs have rows to choose from"))]
 pub(super) fn select_row(
     problem: &ForwardProblem,
@@ -143,7 +154,7 @@ pub(super) fn select_row(
     shares: Option<usize>,
     rows: &[KernelInfo],
 ) -> Result<Choice> {
-    schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, shares, rows)
+    within_limit(problem, schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, shares, rows)?)
 }
 
 fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<KernelInfo> {
@@ -312,7 +323,7 @@ fn schedule(
         return Err(unsupported(wanted, format!("up to {multiprocessors} such CTAs, or another kernel")));
     }
     let tile_counter = tiles > grid && is_drawn(problem, &kernel);
-    Ok(Choice {
+    let choice = Choice {
         kernel,
         bounds,
         m_tiles: small(m_tiles),
@@ -328,7 +339,10 @@ fn schedule(
         lists: Lists::of(problem, None)?,
         tuned: false,
         fallback,
-    })
+    };
+    // Partial sums of split tiles are all that a limit can save.
+    let fits = is_within_limit(problem, choice.workspace_bytes());
+    Ok(if fits { choice } else { Choice { split_tiles: 0, ..choice } })
 }
 
 /// The same where the kernel reads the lengths of sequences from memory.

@@ -272,24 +272,35 @@ impl Work {
 
     /// How tiles are cut: not at all, or so that it takes the least time.
     pub(super) fn cut(&self) -> Cut {
+        self.best(&|_| true)
+    }
+
+    /// As [`cut`](Self::cut), among the cuts whose workspace fits, as `fits` says. Whole tiles are taken in any case.
+    pub(super) fn cut_within(&self, fits: &dyn Fn(Cut) -> bool) -> Cut {
+        // A cut that fits must not depend on those that do not, with which `best` compares it.
+        Some(self.cut()).filter(|&cut| fits(cut)).unwrap_or_else(|| self.best(fits))
+    }
+
+    fn best(&self, fits: &dyn Fn(Cut) -> bool) -> Cut {
         if self.steps.is_empty() {
             return Cut::WHOLE;
         }
         let whole = self.time(1);
-        let shares = self.shares(whole);
+        let shares = self.shares(whole, fits);
         (2..=self.most_in_cluster.min(LARGEST_CLUSTER))
             .filter_map(|shares| Some((self.time_in_clusters(shares)?, Cut::all(shares, true))))
+            .filter(|&(_, cut)| fits(cut))
             .min_by(|a, b| a.0.total_cmp(&b.0))
             .filter(|(time, _)| *time < whole * (1.0 - WORTH) && *time < self.time(shares))
             .map(|(_, cut)| cut)
-            .or_else(|| if shares == 1 { self.last(whole) } else { None })
+            .or_else(|| if shares == 1 { self.last(whole, fits) } else { None })
             .unwrap_or(Cut::all(shares, false))
     }
 
     /// Cuts the last tiles of many that are alike. `None` where that saves too little.
     ///
     /// Whole tiles are rounds of the grid: all full rounds of the launch, or all but one.
-    fn last(&self, whole: f64) -> Option<Cut> {
+    fn last(&self, whole: f64, fits: &dyn Fn(Cut) -> bool) -> Option<Cut> {
         let (steps, tiles, ctas) = (self.steps[0], self.steps.len() * self.heads, self.multiprocessors);
         if self.ordered || !self.is_even() {
             return None;
@@ -305,16 +316,18 @@ impl Work {
             .filter(|&shares| self.is_aligned(shares))
             .flat_map(|shares| rounds.map(|rounds| (time(shares, rounds), shares, tiles - rounds * ctas)))
             .filter(|&(_, _, last)| 0 < last && last < tiles && last * self.sums <= self.most_bytes)
+            .map(|(time, shares, last)| (time, Cut { shares, in_cluster: false, last: Some(last) }))
+            .filter(|&(_, cut)| fits(cut))
             .min_by(|a, b| a.0.total_cmp(&b.0))
-            .filter(|(time, ..)| *time < whole * (1.0 - WORTH_OF_LAST))
-            .map(|(_, shares, last)| Cut { shares, in_cluster: false, last: Some(last) })
+            .filter(|(time, _)| *time < whole * (1.0 - WORTH_OF_LAST))
+            .map(|(_, cut)| cut)
     }
 
     /// The number of shares of each tile whose sums are in the workspace: 1, or what takes the least time. `whole` is that of
     /// whole tiles.
-    fn shares(&self, whole: f64) -> usize {
+    fn shares(&self, whole: f64, fits: &dyn Fn(Cut) -> bool) -> usize {
         let most = self.most().min(MOST);
-        let fits = |shares: &usize| self.sums(*shares) <= self.most_bytes;
+        let fits = |&shares: &usize| self.sums(shares) <= self.most_bytes && fits(Cut::all(shares, false));
         let is_looked_at = |&shares: &usize| self.ordered || shares == self.group || NUMBERS.contains(&shares);
         let times: Vec<(usize, f64)> = (2..=most)
             .filter(is_looked_at)
@@ -426,6 +439,18 @@ mod tests {
         let little = Work { most_bytes: 4 * work.sums(1), ..ordered };
         assert_eq!(little.cut().shares, 4);
         assert_eq!(Work { most_bytes: 0, ..work }.cut().shares, 1);
+    }
+
+    #[test]
+    fn cuts_that_do_not_fit_are_left_out() {
+        let work = causal(8, 1, 2048);
+        assert_eq!(work.cut_within(&|_| true), work.cut());
+        assert_eq!(work.cut_within(&|cut| cut == work.cut()), work.cut());
+        assert_eq!(work.cut_within(&|cut| cut.shares < 16), Cut::all(8, false));
+        assert_eq!(work.cut_within(&|cut| cut.shares <= 3), Cut::all(2, false));
+        assert_eq!(work.cut_within(&|_| false), Cut::WHOLE);
+        let in_clusters = Work { most_in_cluster: 8, ..causal(1, 16, 512) };
+        assert_eq!(in_clusters.cut_within(&|cut| !cut.in_cluster), causal(1, 16, 512).cut());
     }
 
     #[test]

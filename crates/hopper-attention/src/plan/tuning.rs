@@ -18,7 +18,8 @@ use crate::table::KernelInfo;
 /// As text there is one line for each measurement. A line has four fields, separated by tabs:
 /// 1. the version of this library;
 /// 2. the name of the GPU (the card);
-/// 3. the problem, as it prints itself, without the softmax scale, `lse`, the instruction set and `sm_margin`;
+/// 3. the problem, as it prints itself, without the softmax scale, `lse`, the instruction set, `sm_margin` and
+///    `workspace_limit`;
 /// 4. the kernel, as [`KernelInfo`] prints itself.
 ///
 /// Empty lines and lines that begin with `#` are ignored.
@@ -41,7 +42,8 @@ pub struct Tuning {
 impl Tuning {
     /// Sets the kernel for a problem on a card, for this version of the library. An earlier entry is replaced.
     ///
-    /// Problems that differ only in the softmax scale, the LSE, the instruction set or the margin have one entry.
+    /// Problems that differ only in the softmax scale, the LSE, the instruction set, the margin or the limit of the workspace have
+    /// one entry.
     pub fn set(&mut self, card: &str, problem: &ForwardProblem, row: &KernelInfo) {
         self.rows.insert(key(card, problem), row.to_string());
     }

@@ -45,6 +45,7 @@ pub struct BackwardProblemBuilder {
     asked_for: SlotSet,
     deterministic: bool,
     sm_margin: usize,
+    workspace_limit: Option<u64>,
 }
 
 impl BackwardProblemBuilder {
@@ -113,6 +114,16 @@ impl BackwardProblemBuilder {
         Self { sm_margin: multiprocessors, ..self }
     }
 
+    /// The most bytes that the workspace of a plan may have (default: the limit of the forward problem).
+    /// [`ForwardProblemBuilder::workspace_limit`](crate::ForwardProblemBuilder::workspace_limit) says what it does.
+    ///
+    /// A GPU's gradients need much more workspace than a forward pass: see
+    /// [`BackwardPlan::workspace_bytes`](crate::BackwardPlan::workspace_bytes). The problem that [`BackwardProblem::forward`]
+    /// returns then has this limit, too.
+    pub fn workspace_limit(self, bytes: Option<u64>) -> Self {
+        Self { workspace_limit: bytes, ..self }
+    }
+
     /// Checks the options and makes the problem.
     ///
     /// # Errors
@@ -120,7 +131,7 @@ impl BackwardProblemBuilder {
     /// - [`Error::Value`] for an operand that is not an optional operand of a backward pass, and for the gradient of sinks or of a
     ///   bias where the forward problem has none.
     pub fn build(self) -> Result<BackwardProblem> {
-        let Self { forward, asked_for, deterministic, sm_margin } = self;
+        let Self { forward, asked_for, deterministic, sm_margin, workspace_limit } = self;
         asked_for.check_among(&[Slot::DLse, Slot::DSinks, Slot::DBias])?;
         if asked_for.contains(Slot::DBias) && forward.bias().is_none() {
             let allowed = "with a forward problem that was made with a bias only".into();
@@ -134,7 +145,8 @@ impl BackwardProblemBuilder {
             let allowed = "bf16, f16, f32".into();
             return Err(Error::Dtype { what: "q, k and v", got: DType::E4M3, allowed });
         }
-        let forward = forward.to_builder().lse(true).max_logits(false).sm_margin(sm_margin).build()?;
+        let options = forward.to_builder().lse(true).max_logits(false).sm_margin(sm_margin);
+        let forward = options.workspace_limit(workspace_limit).build()?;
         Ok(BackwardProblem { forward, asked_for, deterministic })
     }
 }
@@ -147,14 +159,15 @@ impl BackwardProblem {
             asked_for: SlotSet::default(),
             deterministic: false,
             sm_margin: forward.sm_margin(),
+            workspace_limit: forward.workspace_limit(),
         }
     }
 
     /// A builder with the options of this problem, to make a similar one.
     pub fn to_builder(&self) -> BackwardProblemBuilder {
         let Self { forward, asked_for, deterministic } = self.clone();
-        let sm_margin = forward.sm_margin();
-        BackwardProblemBuilder { forward, asked_for, deterministic, sm_margin }
+        let (sm_margin, workspace_limit) = (forward.sm_margin(), forward.workspace_limit());
+        BackwardProblemBuilder { forward, asked_for, deterministic, sm_margin, workspace_limit }
     }
 
     /// The tensors that the pass reads and writes. Gradients are overwritten, not added to.
@@ -231,6 +244,11 @@ impl BackwardProblem {
     /// The number of multiprocessors that the main kernel leaves to others.
     pub fn sm_margin(&self) -> usize {
         self.forward.sm_margin()
+    }
+
+    /// The most bytes that the workspace of a plan may have. `None`: any number.
+    pub fn workspace_limit(&self) -> Option<u64> {
+        self.forward.workspace_limit()
     }
 
     /// The element type of Q, K, V, O and all gradients.
@@ -384,6 +402,8 @@ mod tests {
         assert_eq!(of(&sm80).to_string(), format!("{text} on sm80"));
         let with_margin = backward.to_builder().sm_margin(16).build().unwrap();
         assert_eq!(with_margin.to_string(), format!("{text} sm_margin 16"));
+        let limited = with_margin.to_builder().workspace_limit(Some(5000)).build().unwrap();
+        assert_eq!(limited.to_string(), format!("{text} sm_margin 16 workspace_limit 5000"));
     }
 
     #[test]
@@ -394,5 +414,17 @@ mod tests {
         assert_eq!((other.sm_margin(), other.forward().sm_margin()), (20, 20));
         assert_eq!(other.to_builder().build().unwrap(), other);
         assert_eq!(other.to_builder().sm_margin(8).build().unwrap(), of(&forward));
+    }
+
+    #[test]
+    fn the_limit_is_that_of_the_forward_problem_or_its_own() {
+        let forward = forward().to_builder().workspace_limit(Some(8)).build().unwrap();
+        assert_eq!(of(&forward).workspace_limit(), Some(8));
+        for limit in [None, Some(0), Some(u64::MAX)] {
+            let other = BackwardProblem::builder(&forward).workspace_limit(limit).build().unwrap();
+            assert_eq!((other.workspace_limit(), other.forward().workspace_limit()), (limit, limit));
+            assert_eq!(other.to_builder().build().unwrap(), other);
+            assert_eq!(other.to_builder().workspace_limit(Some(8)).build().unwrap(), of(&forward));
+        }
     }
 }

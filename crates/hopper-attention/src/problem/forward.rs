@@ -46,6 +46,7 @@ pub struct ForwardProblem {
     asked_for: SlotSet,
     arch: Option<Arch>,
     pub(super) sm_margin: usize,
+    pub(super) workspace_limit: Option<u64>,
     packing: Packing,
     /// `None` for operands that are not e4m3.
     fp8: Option<Fp8>,
@@ -74,6 +75,7 @@ pub struct ForwardProblemBuilder {
     asked_for: SlotSet,
     arch: Option<Arch>,
     pub(super) sm_margin: usize,
+    pub(super) workspace_limit: Option<u64>,
     packing: Packing,
     output: Option<DType>,
     scaling: Option<Scaling>,
@@ -251,7 +253,7 @@ impl ForwardProblemBuilder {
     /// operands; a [`block_mask`](Self::block_mask) with packed tensors or used lengths.
     pub fn build(self) -> Result<ForwardProblem> {
         let Self { dtype, dims, mask, asked_for, arch, sm_margin, packing, output, scaling, half_scores, .. } = self;
-        let (softmax_scale, softcap) = (self.softmax_scale, self.softcap);
+        let (softmax_scale, softcap, workspace_limit) = (self.softmax_scale, self.softcap, self.workspace_limit);
         let sinks = asked_for.contains(Slot::Sinks).then_some(self.sinks);
         if let Some(got) = sinks.filter(|dtype| !matches!(dtype, DType::F32 | DType::BF16)) {
             return Err(Error::Dtype { what: "sinks", got, allowed: "f32, bf16".into() });
@@ -291,6 +293,7 @@ impl ForwardProblemBuilder {
             asked_for,
             arch,
             sm_margin,
+            workspace_limit,
             packing,
             fp8,
             sinks,
@@ -314,6 +317,7 @@ impl ForwardProblem {
             asked_for: SlotSet::default(),
             arch: None,
             sm_margin: 0,
+            workspace_limit: None,
             packing: Packing::default(),
             output: None,
             scaling: None,
@@ -337,6 +341,7 @@ impl ForwardProblem {
             asked_for: self.asked_for,
             arch: self.arch,
             sm_margin: self.sm_margin,
+            workspace_limit: self.workspace_limit,
             packing: self.packing,
             output: Some(self.output_dtype()),
             scaling: self.scaling(),
@@ -516,17 +521,20 @@ impl ForwardProblem {
     }
 
     /// The problem as text, without what does not change which kernel is the fastest: the scale, the LSE, the
-    /// instruction set and the margin. [`Tuning`](crate::Tuning) files its measurements under this text.
+    /// instruction set, the margin and the limit of the workspace. [`Tuning`](crate::Tuning) files its measurements under this text.
     pub(crate) fn shape(&self) -> String {
         format!("forward {}", self.numbers())
     }
 
-    /// Prints what plans are restricted to, if anything: the instruction set and the margin.
+    /// Prints what plans are restricted to, if anything: the instruction set, the margin and the limit of the workspace.
     pub(super) fn write_restrictions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(arch) = self.arch {
             write!(f, " on {arch}")?;
         }
-        if self.sm_margin > 0 { write!(f, " sm_margin {}", self.sm_margin) } else { Ok(()) }
+        if self.sm_margin > 0 {
+            write!(f, " sm_margin {}", self.sm_margin)?;
+        }
+        self.workspace_limit.map_or(Ok(()), |bytes| write!(f, " workspace_limit {bytes}"))
     }
 
     /// Prints whether gaps are filled.

@@ -42,7 +42,7 @@ fn a_problem_is_a_key_and_comes_back_from_its_builder() {
     use std::collections::HashMap;
     let options = ForwardProblem::builder(DType::E4M3, DIMS).mask(Mask::causal()).softmax_scale(0.3).lse(true);
     let problem = options.scaling(Scaling::PerHead).output(DType::F16).amax(true).half_scores(true);
-    let problem = problem.arch(Arch::Sm90).sm_margin(16).build().unwrap();
+    let problem = problem.arch(Arch::Sm90).sm_margin(16).workspace_limit(Some(9)).build().unwrap();
     assert_eq!(problem.to_builder().build().unwrap(), problem);
     let others = [
         problem.to_builder().softmax_scale(f32::from_bits(0.3f32.to_bits() + 1)),
@@ -52,13 +52,15 @@ fn a_problem_is_a_key_and_comes_back_from_its_builder() {
         problem.to_builder().half_scores(false),
         problem.to_builder().arch(Arch::Sm80),
         problem.to_builder().sm_margin(0),
+        problem.to_builder().workspace_limit(None),
+        problem.to_builder().workspace_limit(Some(0)),
         problem.to_builder().output(DType::BF16),
     ];
     let mut plans = HashMap::from([(problem.clone(), 0)]);
     for (i, other) in others.into_iter().enumerate() {
         plans.insert(other.build().unwrap(), i + 1);
     }
-    assert_eq!((plans.len(), plans[&problem]), (9, 0));
+    assert_eq!((plans.len(), plans[&problem]), (11, 0));
 }
 
 #[test]
@@ -157,9 +159,13 @@ fn display() {
     let sm80 = options.clone().arch(Arch::Sm80);
     assert_eq!(sm80.clone().build().unwrap().to_string(), format!("{text} on sm80"));
     assert_eq!(sm80.sm_margin(7).build().unwrap().to_string(), format!("{text} on sm80 sm_margin 7"));
-    let with_margin = options.sm_margin(16).build().unwrap();
+    let with_margin = options.clone().sm_margin(16).build().unwrap();
     assert_eq!(with_margin.to_string(), format!("{text} sm_margin 16"));
     assert_eq!((with_margin.sm_margin(), problem.sm_margin(), with_margin.shape()), (16, 0, problem.shape()));
+    let limited = options.workspace_limit(Some(0)).build().unwrap();
+    assert_eq!(limited.to_string(), format!("{text} workspace_limit 0"));
+    let limits = (limited.workspace_limit(), problem.workspace_limit());
+    assert_eq!((limits, limited.shape()), ((Some(0), None), problem.shape()));
 }
 
 proptest! {

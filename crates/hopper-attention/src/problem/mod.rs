@@ -13,6 +13,7 @@ mod dropout;
 mod dropping;
 mod forward;
 mod fp8;
+mod limit;
 mod margin;
 mod max_logits;
 mod modifiers;

@@ -205,9 +205,12 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   static_assert(!kIsListed || (kTileM == kListedBlock && kScores == Scores::F32), "the lists are of such blocks");
   // Whether this is the kernel for sequences whose lengths the device knows, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;
-  // (Packed sequences with a cap take the rows of class Window: ptxas would serialise the products of another one.)
-  static constexpr bool kPacks =
-      kConsumers == 2 && kScores == Scores::F32 && !kIsListed && !(kModified && kMask != MaskClass::Window);
+  // Packed sequences with a cap take the rows of class Window: ptxas would serialise the products of another one. And
+  // full masks at head dim 192/128 take those of class Causal. A packed kernel of class Full cannot look first there
+  // (kLooksFirst), as the dense one does, and its bits would be others.
+  static constexpr bool kPacks = kConsumers == 2 && kScores == Scores::F32 && !kIsListed &&
+                                 !(kModified && kMask != MaskClass::Window) &&
+                                 !(kMask == MaskClass::Full && kHeadDimQK == 192);
   using Packed = Fp8Traits<kMask, kHeadDimQK, kHeadDimVO, kTileM, kTileN, kStages, kScores, kModified, true>;
   using PlainParams = cute::conditional_t<kPacked, PackedFp8KernelParams,
                                           cute::conditional_t<kIsListed, ListedFp8KernelParams, Fp8KernelParams>>;
@@ -232,8 +235,7 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // Whether a warp whose references have moved looks at the maximum of each later block first (softmax.hpp). Where
   // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
   // keeps exponentials from starting between the waits for the two products (benches/LOG.md, 37).
-  // (ptxas would serialise the products of a packed kernel of head dim 192/128.)
-  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO >= 128 && !(kPacked && kHeadDimQK == 192);
+  static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO >= 128;
 
   static constexpr int kBuffersQ = 2;
   static constexpr int kStagesRaw = 2;    // of V as it is loaded: kKeysRaw keys each

@@ -10,7 +10,8 @@
 // - Producer warpgroup, with few registers (load.hpp). One lane of each warp works:
 //   - warp 0 loads K and V;
 //   - warp 1 draws tiles, loads Q and stores O;
-//   - warps 2 and 3 end at once.
+//   - warps 2 and 3 copy an additive bias where lists say which blocks are visited (Load::biases). Elsewhere they end
+//     at once.
 // - Two or three consumer warpgroups, with most registers. Each computes 64 queries of the tile: both products and the
 //   softmax (mma.hpp), then O and the LSE (epilogue.hpp).
 //
@@ -35,7 +36,8 @@
 // Such rows of class Window have two kernels more, for problems with an additive bias and any mask (common/bias.hpp):
 // one of them for sequences whose lengths the device knows. All of their blocks are compared with what came before: no
 // block says what the bias of the next one is. (In one kernel with the others they would spill.) Rows of class Blocks
-// have one, too, without dropout. It copies or reads the bias of a block when the list has said which block it is.
+// have one, too, without dropout. There warps 2 and 3 of the producers copy the bias, each that of a consumer's
+// queries.
 //
 // Barriers in shared memory. "Full" hands a buffer to the consumers, "empty" hands it back.
 //
@@ -47,6 +49,8 @@
 //     q_empty          CTA (see below)  1 a warp                        the tile's last scores are there
 //     tile_full        buffer of Q      1                               tile[] says whose Q the buffer is for
 //     next_wanted      CTA              1                               warp 0 has come to the tile's last K but one
+//     bias.full        consumer (lists) 1 a lane of the copying warp    the bias of its queries and a block is there
+//     bias.empty       consumer (lists) 1 a warp of that consumer       the warp has added it
 //     table_full       CTA (packed)     1, and the bytes of the copy    a copy of a small table of sequences is there
 //
 // next_wanted tells warp 1 to draw the next tile, where tiles are drawn late (draws_late, common/tile_scheduler.hpp).
@@ -117,6 +121,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kIsPacked) {
       storage.table_full.init(1);
     }
+    if constexpr (Traits::kAddsBias && Traits::kProducersCopyBias) {
+      init_barriers(storage.bias.full, 32);
+      init_barriers(storage.bias.empty, 4);
+    }
     if constexpr (Traits::kModifiers == Modifiers::Always) {
       for (auto& largest : storage.modifiers.largest) {
         largest.clear();
@@ -150,6 +158,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                           Load<Traits>::packed_scheduler(scalars, storage), storage);
       } else {
         Load<Traits>::queries_and_outputs(params, scalars, map_q, map_o, scheduler, storage);
+      }
+    }
+    if constexpr (Traits::kAddsBias && Traits::kProducersCopyBias) {
+      if (warp >= 2 && is_copied(params)) {
+        Load<Traits>::biases(params, scalars, storage);
       }
     }
   } else {

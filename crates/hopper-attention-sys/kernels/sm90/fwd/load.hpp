@@ -3,6 +3,8 @@
 // - Warp 0 loads K and V, block by block, through their rings.
 // - Warp 1 draws tiles, loads Q and stores O. One warp does both, because O is stored from the buffer that a later Q is
 //   loaded into. Where a CTA has one tile (shares.hpp), there is nothing for it to do.
+// - Warps 2 and 3 copy an additive bias, each with all its lanes, where lists say which blocks are visited. Elsewhere
+//   they have nothing to do.
 //
 // Q and the first K of a CTA's first tile are asked for before that, by `begin`.
 #pragma once
@@ -166,6 +168,45 @@ struct Load {
     if (v_pending) {
       load_v();
     }
+  }
+
+  // Where lists say which blocks come: copies the bias of a consumer's queries, block by block. A whole warp does it.
+  // (What follows from the lane and the tile is worked out anew for each block: registers are short.)
+  CUTE_DEVICE static void biases(FwdParams const& params, Scalars const& scalars, Storage& storage) {
+    static_assert(Traits::kTileN == kListedBlock, "an entry is a visit");
+    // Twice the tiles so far, and the parity of the blocks. (The first one need not wait.)
+    std::uint32_t counts = 1;
+    CUTE_NO_UNROLL
+    for (;; counts += 2) {
+      auto const q = RingPosition<Traits::kRecords>::of(counts / 2);
+      storage.tile_full[q.stage].wait(q.parity);
+      TileRecord const& tile = storage.tile[q.stage];
+      if (!tile.valid()) {
+        return;
+      }
+      auto const* entries = reinterpret_cast<BlockEntry const*>(tile.entries);
+      CUTE_NO_UNROLL
+      for (int left = tile.total; left > 0; --left) {
+        copy_bias(params, scalars, storage, tile, *entries++, counts & 1);
+        counts ^= 1;
+      }
+    }
+  }
+  CUTE_DEVICE static void copy_bias(FwdParams const& params, Scalars const& scalars, Storage& storage,
+                                    TileRecord const& tile, BlockEntry entry, std::uint32_t parity) {
+    int const thread = thread_index_anew();
+    int const consumer = thread / 32 - 2;
+    storage.bias.empty[consumer].wait(parity);
+    BiasOfHead const bias = BiasOfHead::of(params, tile.batch, tile.head);
+    std::uint32_t to = cute::cast_smem_ptr_to_uint(&storage.bias.rows[4 * consumer][0]);
+    int query = tile.block * Traits::kTileM + 64 * consumer;
+    CUTE_NO_UNROLL
+    for (int const end = query + 64; query < end; query += Traits::WarpBias::kRows) {
+      Traits::WarpBias::template begin<true>(true, to, bias, query, scalars.seqlen_q, entry.block() * Traits::kTileN,
+                                             scalars.seqlen_kv, thread_index_anew() % 32);
+      to += Traits::WarpBias::kBytes;
+    }
+    arrive_behind_copies(storage.bias.full[consumer]);
   }
 
   // The record of the tile of an index.

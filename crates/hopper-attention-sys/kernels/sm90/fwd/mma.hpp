@@ -45,7 +45,8 @@ struct Mma {
   static constexpr bool kIsListed = Traits::kIsListed;
   using Kept = KeptBits<kIsListed ? Traits::kTileN / 32 : 4>;  // of a row
   static constexpr bool kAddsBias = Traits::kAddsBias;
-  static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;
+  static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;  // or the producers do
+  static constexpr bool kProducersCopyBias = kAddsBias && Traits::kProducersCopyBias;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
   static constexpr bool kRenews =
       kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) || (kIsListed && kAddsBias) ||
@@ -336,7 +337,7 @@ struct Mma {
     };
     // Has the warp begin to copy that of a block, if there is a tile and such a block.
     auto copy_bias = [&](auto ragged, int block) __attribute__((always_inline)) {
-      if constexpr (kCopiesBias) {
+      if constexpr (kCopiesBias && !kProducersCopyBias) {
         int const lane = thread_index_anew() & 31;
         Traits::WarpBias::template begin<decltype(ragged)::value>(
             is_copied(params) && m_block >= 0 && block >= 0, copied_bias(), bias_of_head(), own_row_anew() - lane / 4,
@@ -344,16 +345,30 @@ struct Mma {
       }
     };
     auto copy_first_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kCopiesBias && !kIsListed) {
+      if constexpr (kCopiesBias && !kProducersCopyBias) {
         await_copies<0>();  // those of a block that the tile before does not visit
         __syncwarp();
         copy_bias(std::true_type{}, visits.block(visits.first()));
       }
     };
-    // Where lists say which blocks come: that of this step.
-    auto copy_listed_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kCopiesBias && kIsListed) {
-        copy_bias(std::true_type{}, listed_block);
+    // Waits for the bias of a block, and gives its memory to the next. (Every block of every tile passes through the
+    // one buffer of the producers: its parity is that of a stage of K.)
+    auto await_bias = [&]() __attribute__((always_inline)) {
+      if constexpr (kProducersCopyBias) {
+        storage.bias.full[static_cast<unsigned>(thread_index_anew()) / 128 - 1].wait(k.stage & 1);
+      } else {
+        await_copies<0>();
+        __syncwarp();
+      }
+    };
+    auto release_bias = [&]([[maybe_unused]] int visit) __attribute__((always_inline)) {
+      __syncwarp();
+      if constexpr (kProducersCopyBias) {
+        if (cute::elect_one_sync()) {
+          storage.bias.empty[static_cast<unsigned>(thread_index_anew()) / 128 - 1].arrive();
+        }
+      } else {
+        copy_bias(std::false_type{}, visits.block(visit) - 1);
       }
     };
     // What brings scores to powers of two. (A bias has done it.)
@@ -364,14 +379,10 @@ struct Mma {
       if constexpr (kAddsBias) {
         if constexpr (kCopiesBias) {
           if (is_copied(params)) {
-            await_copies<0>();
-            __syncwarp();
+            await_bias();
             Traits::WarpBias::template add<cute::max(1, Traits::kBiasAtATime / 2)>(
                 tSrS, scalars.scale_log2, copied_bias(), params.bias_dtype, thread_index_anew() & 31, -INFINITY);
-            __syncwarp();
-            if constexpr (!kIsListed) {
-              copy_bias(std::false_type{}, visits.block(visit) - 1);
-            }
+            release_bias(visit);
             return;
           }
         }
@@ -452,7 +463,6 @@ struct Mma {
     // A tile's first block: the diagonal's, or the ragged last one.
     auto first_softmax = [&]() __attribute__((always_inline)) {
       note_listed_block();
-      copy_listed_bias();
       modify(std::true_type{}, first_visit());
       if constexpr (kIsListed) {
         Kept kept[2];
@@ -503,7 +513,6 @@ struct Mma {
         listed_keys(kept, q.stage, k.stage);
       }
       note_listed_block();
-      copy_listed_bias();
       Turns::wait(consumer);
       issue_scores();
       issue_output();
@@ -741,6 +750,9 @@ struct Mma {
       issue_scores();
       if constexpr (kKeepsTurn) {
         Turns::pass(consumer);
+      }
+      if constexpr (kProducersCopyBias) {
+        consumer = self();  // or it would be kept in memory for what follows
       }
       Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors,
                                     inverse);

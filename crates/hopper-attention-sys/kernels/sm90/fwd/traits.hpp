@@ -137,9 +137,13 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Reading the bias takes most of the time, whatever the mask and the head dim. So few kernels do it, with any mask.
   static constexpr bool kTakesBias =
       kModified && (kMask == MaskClass::Window || kIsListed) && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
-  // Whether warps may copy the bias of a block ahead (common/copied_bias.hpp). Above head dim 128 there are no
-  // registers for it, and with lists above 64.
-  static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= (kIsListed ? 64 : 128);
+  // Whether the bias of a block may be copied ahead (common/copied_bias.hpp), and who does it. Consumers copy that of
+  // their own queries. With lists they have no registers for it, and warps 2 and 3 of the producers do it. Above head
+  // dim 128 there is no room.
+  static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= 128;
+  static constexpr bool kProducersCopyBias = kCopiesBias && kIsListed;
+  static_assert(!kProducersCopyBias || (kConsumers == 2 && kStages % 2 == 0),
+                "a warp each, and the parity of a stage (mma.hpp)");
   // Columns of a bias that are read at a time, of eight each.
   static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
@@ -194,13 +198,17 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   struct OfBias {
     alignas(128) char rows[4 * kConsumers][WarpBias::kBytes];
   };
+  struct OfProducedBias : OfBias {
+    Mbarrier full[kConsumers];
+    Mbarrier empty[kConsumers];
+  };
   struct SharedStorage : TableStorage<kTableBytes>,
                          std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
                          EntryStorage<kIsListed ? kStages : 0, kIsListed ? kTileN : kListedBlock> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
     alignas(1024) Element k[kStages][kElementsK];
     alignas(1024) Element v[kStages][kElementsV];
-    std::conditional_t<kCopiesBias, OfBias, Nothing> bias;
+    std::conditional_t<kProducersCopyBias, OfProducedBias, std::conditional_t<kCopiesBias, OfBias, Nothing>> bias;
     TileRecord tile[kRecords];  // whose Q is in each buffer; batch < 0: there is none, and none will come
     Mbarrier tile_full[kRecords];
     Mbarrier next_wanted;
