@@ -36,6 +36,7 @@ pub struct Options {
     deterministic: bool,
     arch: Option<Arch>,
     sm_margin: usize,
+    workspace_limit: Option<u64>,
     max_seqlens: [Option<usize>; 2],
 }
 
@@ -108,6 +109,14 @@ impl Options {
         Self { sm_margin: multiprocessors, ..self }
     }
 
+    /// The most bytes of scratch memory that each pass may take on a GPU (default: any number). Gradients then cut tiles into fewer
+    /// shares. A pass that needs more even so is an error. The CPU takes none.
+    ///
+    /// See [`ForwardProblemBuilder::workspace_limit`](hopper_attention::ForwardProblemBuilder::workspace_limit).
+    pub fn workspace_limit(self, bytes: u64) -> Self {
+        Self { workspace_limit: Some(bytes), ..self }
+    }
+
     /// About how many queries and keys the longest of packed sequences has (default: unknown). A hint for speed: results do
     /// not depend on it. [`attention_varlen`](crate::attention_varlen) alone takes it.
     pub fn max_seqlens(self, queries: usize, keys: usize) -> Self {
@@ -136,7 +145,7 @@ impl Options {
             .with_heads_kv(heads_kv)
             .with_head_dim_vo(head_dim_vo);
         let mut problem = ForwardProblem::builder(dtype, dims).mask(self.mask).softcap(self.softcap);
-        problem = problem.lse(lse).sm_margin(self.sm_margin);
+        problem = problem.lse(lse).sm_margin(self.sm_margin).workspace_limit(self.workspace_limit);
         if let Some(softmax_scale) = self.softmax_scale {
             problem = problem.softmax_scale(softmax_scale);
         }

@@ -81,7 +81,7 @@ fn parts_of_one_tensor_are_taken_as_they_lie() -> Result<()> {
 }
 
 #[test]
-fn the_cpu_ignores_a_margin() -> Result<()> {
+fn the_cpu_ignores_a_margin_and_a_limit() -> Result<()> {
     let q = Var::randn(0f32, 1.0, (1, 9, 2, 16), &Device::Cpu)?;
     let both = |options: &Options| {
         let o = attention(&q, &q, &q, options)?;
@@ -89,8 +89,12 @@ fn the_cpu_ignores_a_margin() -> Result<()> {
         Ok::<_, candle_core::Error>([o, gradient])
     };
     let options = Options::new().mask(Mask::causal());
-    for (ours, theirs) in both(&options.clone().sm_margin(500))?.iter().zip(&both(&options)?) {
-        assert_eq!(difference(ours, theirs)?.0, 0.0);
+    let [margin, limit] = [options.clone().sm_margin(500), options.clone().workspace_limit(0)];
+    for other in [margin, limit] {
+        assert_ne!(other, options);
+        for (ours, theirs) in both(&other)?.iter().zip(&both(&options)?) {
+            assert_eq!(difference(ours, theirs)?.0, 0.0);
+        }
     }
     Ok(())
 }
