@@ -6,9 +6,9 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
-use hopper_attention_verify::inputs::{Class, Input};
+use hopper_attention_verify::inputs::Input;
 
-use crate::{InputFile, Point, PointMask, Precision, Sweep};
+use crate::{Direction, HeadDims, InputFile, Point, PointMask, Precision, Sweep};
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq)]
@@ -126,26 +126,17 @@ impl Sweep {
     fn point_of(&self, file: &FileTensors, mask: PointMask) -> Point {
         let ([_, queries, heads_q, qk], [_, seqlen, heads_kv, vo]) = (file.q.shape, file.v.shape);
         let (causal, window) = mask.bounds();
+        let batch = self.batch_of(file.file.sequences, queries.max(seqlen));
+        let kind = (Direction::Fwd, Precision::Bf16);
         Point {
-            direction: crate::Direction::Fwd,
-            dtype: Precision::Bf16,
-            heads_q,
-            heads_kv,
-            head_dim: qk,
-            head_dim_vo: (vo != qk).then_some(vo),
             causal,
             window,
-            seqlen,
             queries: (queries != seqlen).then_some(queries),
-            batch: self.batch_of(file.file.sequences, queries.max(seqlen)),
             softcap: self.softcap,
             alibi: self.alibi,
             bias: self.bias,
-            dropout: None,
-            blocks: None,
-            inputs: Class::Normal,
             file: Some(file.file.clone()),
-            packed: None,
+            ..Point::plain(kind, [heads_q, heads_kv], HeadDims { qk, vo }, [batch, seqlen])
         }
     }
 
@@ -159,7 +150,7 @@ impl Sweep {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::{Direction, Scale};
+    use crate::Scale;
 
     /// Two sequences of 5 queries and 7 keys, and two query heads on one KV head. The values are places in memory.
     pub(crate) fn tensors(name: &str) -> FileTensors {

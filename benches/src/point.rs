@@ -164,6 +164,36 @@ pub struct Point {
 }
 
 impl Point {
+    /// A point of these sizes, heads as `[heads_q, heads_kv]`, with a full mask, normal inputs, and nothing else that a point may have.
+    pub(crate) fn plain(
+        (direction, dtype): (Direction, Precision),
+        [heads_q, heads_kv]: [usize; 2],
+        HeadDims { qk, vo }: HeadDims,
+        [batch, seqlen]: [usize; 2],
+    ) -> Self {
+        Self {
+            direction,
+            dtype,
+            heads_q,
+            heads_kv,
+            head_dim: qk,
+            head_dim_vo: (vo != qk).then_some(vo),
+            causal: false,
+            window: None,
+            seqlen,
+            queries: None,
+            batch,
+            softcap: None,
+            alibi: false,
+            bias: Bias::NONE,
+            dropout: None,
+            blocks: None,
+            inputs: Class::Normal,
+            file: None,
+            packed: None,
+        }
+    }
+
     /// Whether the point's sizes make a problem whose operations and bytes can be counted. Whoever has a point from outside
     /// asks this first: the other methods take it for granted.
     ///

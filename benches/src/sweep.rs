@@ -256,21 +256,16 @@ impl Sweep {
         &self,
         direction: Direction,
         dtype: Precision,
-        [heads_q, heads_kv]: [usize; 2],
+        heads: [usize; 2],
         head_dims: HeadDims,
         points: &mut Vec<Point>,
     ) -> Result<()> {
-        let (head_dim, head_dim_vo) = apart(head_dims);
         let sequences = self.sequences();
         for (causal, window, blocks) in self.kept() {
             for (batch, seqlen, packed) in sequences.clone() {
                 let queries = self.quarter.then_some((seqlen / 4).max(1));
-                let (inputs, file, softcap, alibi, bias, dropout) =
-                    (Class::Normal, None, None, false, Bias::NONE, None);
-                #[rustfmt::skip]
-                let point = Point {
-                    direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, file, packed, softcap, alibi, bias, dropout, blocks,
-                };
+                let plain = Point::plain((direction, dtype), heads, head_dims, [batch, seqlen]);
+                let point = Point { causal, window, queries, blocks, packed, ..plain };
                 points.push(point.checked()?);
             }
         }
@@ -317,25 +312,13 @@ impl Sweep {
 
     /// The points of [`LOPSIDED`].
     fn lopsided(direction: Direction, dtype: Precision, dims: HeadDims, points: &mut Vec<Point>) -> Result<()> {
-        let (head_dim, head_dim_vo) = apart(dims);
         for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
-            let (causal, window, queries) = (false, None, Some(queries));
-            let (inputs, file, packed, softcap, alibi) = (Class::Normal, None, None, None, false);
-            let (dropout, blocks) = (None, None);
-            let bias = Bias::NONE;
-            #[rustfmt::skip]
-            let point = Point {
-                direction, dtype, heads_q, heads_kv, head_dim, head_dim_vo, causal, window, seqlen, queries, batch, inputs, file, packed, softcap, alibi, bias, dropout, blocks,
-            };
+            let plain = Point::plain((direction, dtype), [heads_q, heads_kv], dims, [batch, seqlen]);
+            let point = Point { queries: Some(queries), ..plain };
             points.push(point.checked()?);
         }
         Ok(())
     }
-}
-
-/// As a point has them.
-fn apart(HeadDims { qk, vo }: HeadDims) -> (usize, Option<usize>) {
-    (qk, (vo != qk).then_some(vo))
 }
 
 #[cfg(test)]

@@ -5,10 +5,9 @@ use std::time::Instant;
 
 use anyhow::Result;
 use hopper_attention::Device;
-use hopper_attention_verify::bias::Bias;
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, Direction, Point, Precision, quantile};
+use crate::{Direction, HeadDims, Point, Precision, quantile};
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -63,27 +62,8 @@ impl HostCost {
 
 /// Short enough that the GPU keeps up with the host; causal problems need a counter set to zero before the kernel.
 fn problems() -> [Point; 2] {
-    [false, true].map(|causal| Point {
-        direction: Direction::Fwd,
-        dtype: Precision::Bf16,
-        heads_q: 4,
-        heads_kv: 4,
-        head_dim: 128,
-        head_dim_vo: None,
-        causal,
-        window: None,
-        seqlen: 128,
-        queries: None,
-        batch: 1,
-        softcap: None,
-        alibi: false,
-        bias: Bias::NONE,
-        dropout: None,
-        blocks: None,
-        inputs: Class::Normal,
-        file: None,
-        packed: None,
-    })
+    let (kind, head_dims) = ((Direction::Fwd, Precision::Bf16), HeadDims { qk: 128, vo: 128 });
+    [false, true].map(|causal| Point { causal, ..Point::plain(kind, [4, 4], head_dims, [1, 128]) })
 }
 
 /// Times calls, waiting with `drain` every few of them so that no queue fills.

@@ -11,9 +11,8 @@ use crate::{mask_of, with_dtype};
 
 /// Few tiles of keys, whose query heads the library shares out where it is free to.
 fn case(row: &KernelInfo) -> Case {
-    let mut case = Case::new(1029, 645, row.head_dim_qk(), mask_of(row.mask())).heads(1, 8, 1);
-    case.dims.head_dim_vo = row.head_dim_vo();
-    case
+    let case = Case::new(1029, 645, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+    case.heads(1, 8, 1)
 }
 
 /// The bytes that a plan needs without cut tiles, as the refusal of a limit of 0 names them.

@@ -13,9 +13,7 @@ use crate::{mask_of, with_dtype};
 /// A case for a row: several tiles for each multiprocessor that some margins leave, and a ragged end.
 fn case(row: &KernelInfo) -> Case {
     let case = Case::new(3 * row.tile_m() + 17, 2 * row.tile_n() + 45, row.head_dim_qk(), mask_of(row.mask()));
-    let mut case = case.heads(3, 12, 4);
-    case.dims.head_dim_vo = row.head_dim_vo();
-    case
+    case.head_dim_vo(row.head_dim_vo()).heads(3, 12, 4)
 }
 
 /// Plans and runs a row with margins that leave nearly all multiprocessors, some, and one. Then with one that leaves none.

@@ -45,8 +45,10 @@ struct Mma {
   static constexpr bool kIsListed = Traits::kIsListed;
   using Kept = KeptBits<kIsListed ? Traits::kTileN / 32 : 4>;  // of a row
   static constexpr bool kAddsBias = Traits::kAddsBias;
-  static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;  // or the producers do
+  // Whether the bias of a block is copied ahead, and by whom.
+  static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;
   static constexpr bool kProducersCopyBias = kAddsBias && Traits::kProducersCopyBias;
+  static constexpr bool kConsumersCopyBias = kCopiesBias && !kProducersCopyBias;
   // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
   static constexpr bool kRenews =
       kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) || (kIsListed && kAddsBias) ||
@@ -337,7 +339,7 @@ struct Mma {
     };
     // Has the warp begin to copy that of a block, if there is a tile and such a block.
     auto copy_bias = [&](auto ragged, int block) __attribute__((always_inline)) {
-      if constexpr (kCopiesBias && !kProducersCopyBias) {
+      if constexpr (kConsumersCopyBias) {
         int const lane = thread_index_anew() & 31;
         Traits::WarpBias::template begin<decltype(ragged)::value>(
             is_copied(params) && m_block >= 0 && block >= 0, copied_bias(), bias_of_head(), own_row_anew() - lane / 4,
@@ -345,7 +347,7 @@ struct Mma {
       }
     };
     auto copy_first_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kCopiesBias && !kProducersCopyBias) {
+      if constexpr (kConsumersCopyBias) {
         await_copies<0>();  // those of a block that the tile before does not visit
         __syncwarp();
         copy_bias(std::true_type{}, visits.block(visits.first()));

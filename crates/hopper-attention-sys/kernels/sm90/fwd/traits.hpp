@@ -139,7 +139,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
       kModified && (kMask == MaskClass::Window || kIsListed) && kHeadDimQK % 64 == 0 && kHeadDimQK != 192;
   // Whether the bias of a block may be copied ahead (common/copied_bias.hpp), and who does it. Consumers copy that of
   // their own queries. With lists they have no registers for it, and warps 2 and 3 of the producers do it. Above head
-  // dim 128 there is no room.
+  // dim 128 too little shared memory is left for it.
   static constexpr bool kCopiesBias = kTakesBias && kHeadDimQK <= 128;
   static constexpr bool kProducersCopyBias = kCopiesBias && kIsListed;
   static_assert(!kProducersCopyBias || (kConsumers == 2 && kStages % 2 == 0),
