@@ -44,7 +44,7 @@ pub(super) fn half_subnormal(dtype: DType) -> f64 {
 /// What a weight of a key stays below in a kernel for these operands, before the division by the row's sum.
 ///
 /// A kernel need not make a row's largest weight 1 (`kernels/common/softmax.hpp`): a sum that a lane adds in one block stays
-/// below the limit of the type, and with it every weight. sm90 has 2^32 for bf16 and 2^15 for f16, sm80 2^15 for both, FP8 448. The
+/// below the limit of the type, and with it every weight. sm90 has 2^32 for bf16 without a mask and 2^15 else, sm80 2^15, FP8 448. The
 /// CPU, which alone computes f32, has 1.
 pub(super) fn weight_limit(dtype: DType) -> f64 {
     match dtype {

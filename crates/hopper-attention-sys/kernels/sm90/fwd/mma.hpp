@@ -37,7 +37,7 @@ template <class Traits>
 struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
-  using Softmax = ExactSoftmax<Traits::kDType, Traits::kTileN>;
+  using Softmax = ExactSoftmax<Traits::kDType, Traits::kTileN, Traits::kMask != MaskClass::Full>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
   static constexpr int kShort = 8;  // blocks of a short tile

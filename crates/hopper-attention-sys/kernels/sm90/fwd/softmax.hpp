@@ -27,16 +27,19 @@
 
 namespace hattn::sm90 {
 
-template <DType kDType, int kTileN>
+// kMasked: whether the kernel hides keys. Then weights of bf16 stay where f16 has them, too: O is looked at again where
+// a row's weights sum to 2^20 (is_large_sum), which takes longer than to move the row.
+template <DType kDType, int kTileN, bool kMasked>
 struct ExactSoftmax {
   using Element = typename ElementOf<kDType>::type;
-  using Base = OnlineSoftmax<kTileN, sum_limit_log2(kDType)>;
+  static constexpr int kSumLimitLog2 = sum_limit_log2(kMasked ? DType::F16 : kDType);
+  using Base = OnlineSoftmax<kTileN, kSumLimitLog2>;
 
   // Below this a lane's sums fit the type, and their sums and products f32.
   static constexpr float kSumLimit = Base::kSumLimit;
   // A lane has up to 32 weights of a row in a block. If their sum is too large for the type, one of them is this or
   // more. So such rows move, whatever their sum is.
-  static constexpr int kMostUnmovedLog2 = sum_limit_log2(kDType) - 5;
+  static constexpr int kMostUnmovedLog2 = kSumLimitLog2 - 5;
   static constexpr float kMostUnmoved = static_cast<float>(1ULL << kMostUnmovedLog2);
   // The reference of a row without a key. A masked key has P = 0 against it, and any other inf, which stops its warp.
   // (Against -inf a masked key would have a NaN.)
