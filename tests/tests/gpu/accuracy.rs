@@ -8,12 +8,16 @@ use hopper_attention_tests::layers;
 use hopper_attention_tests::problems::Grid;
 use hopper_attention_tests::say;
 
-/// What the errors of an instruction set's kernels are held to, as times the emulation's: of the RMSE, and of the largest error. The
-/// goal is [`RMSE`] and [`LARGEST`] for all. It is not reached yet: each verdict past it is printed as such. (sm90: 219 of 2200 are, and
-/// the largest error is up to 1.502 times the emulation's, at head dim 256. sm80's RMSE is up to 1.080 times, at head dim 96 with inputs
-/// of class late, and up to 1.06 times elsewhere.)
-fn held(arch: Arch) -> (f64, f64) {
-    if arch == Arch::Sm90 { (1.075, 1.55) } else { (1.09, 1.4) }
+/// What the errors of a row's kernel are held to, as times the emulation's: of the RMSE, and of the largest error. The goal is [`RMSE`]
+/// and [`LARGEST`] for all. It is not reached yet: each verdict past it is printed as such. (sm90: 219 of 2200 are, and the largest
+/// error is up to 1.502 times the emulation's, at head dim 256. sm80: the RMSE of inputs of class late is up to 1.080 times, at head dim
+/// 96.)
+fn held(row: &KernelInfo) -> (f64, f64) {
+    match row.arch() {
+        Arch::Sm90 => (1.075, 1.55),
+        _ if row.head_dim_qk() == 96 => (1.09, 1.4),
+        _ => (1.06, 1.4),
+    }
 }
 
 /// The verdicts on the kernels of an instruction set.
@@ -58,11 +62,11 @@ fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], verdicts: &mut 
                 Ok(verdict) => {
                     say(&format!("{verdict}  {row}"));
                     verdicts.past_goal += usize::from(!verdict.passed());
-                    let (rmse, largest) = held(row.arch());
+                    let (rmse, largest) = held(row);
                     let [got, most] = verdict.ratios();
                     // (A NaN is in no comparison.)
                     let holds = got <= rmse && most <= largest;
-                    verdicts.wrong.extend((!holds).then(|| format!("{verdict}  {row}")));
+                    verdicts.wrong.extend((!holds).then(|| format!("{verdict}  {row}: allowed {rmse}, {largest}")));
                 }
                 Err(why) => verdicts.wrong.push(format!("{why}: {} {row}", T::DTYPE)),
             }
@@ -89,12 +93,11 @@ fn kernels_of(test: &str, arch: Arch) {
     judge::<f16>(&gpu, &rows, &mut verdicts);
     let Verdicts { taken, past_goal, wrong } = verdicts;
     assert!(taken.iter().all(|&taken| taken > 0), "rows that took no case: {taken:?}");
-    let (rmse, largest) = held(arch);
     let total = taken.iter().sum::<usize>();
     say(&format!("{arch}: {total} verdicts, {past_goal} past {RMSE} (rmse) or {LARGEST} (max), {} wrong", wrong.len()));
     assert!(
         wrong.is_empty(),
-        "errors of O past {rmse} (rmse) or {largest} (max) times those with a running maximum, or NaN where none belongs:\n{}",
+        "errors of O past what is allowed (rmse, max), as times those with a running maximum, or NaN where none belongs:\n{}",
         wrong.join("\n")
     );
 }

@@ -79,8 +79,8 @@ template <class Traits>
 inline constexpr bool kLooksAtOutput =
     Traits::kMask != MaskClass::Full || kLooksForInfinity<Traits> || Traits::kDrops || Traits::kAddsBias;
 
-// Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach 2^32, so that their
-// products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
+// Whether a row's sum of weights is 2^20 or more, from its inverse. Sums of bf16 weights reach it over many blocks, so
+// that their products with a large V overflow although O does not. Below 2^20 they do not, unless V is above 3.2e32.
 CUTE_DEVICE bool is_large_sum(float inverse) { return __float_as_uint(inverse) - 1U < 0x35800000U; }
 
 // Looks at a thread's two rows of an accumulator.
