@@ -73,12 +73,12 @@ fn golden_plans() {
     assert_eq!(
         chosen(DIMS, Mask::causal()),
         "sm90 fwd bf16 causal head_dim 128/128 tile 128x128 stages 2, \
-         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 16, groups 1, drawn order, keys to +2000+0"
+         grid 132 for 256 tiles (8 a head, 24 queries of padding), heads a group 16, groups 1, fixed order, keys to +2000+0"
     );
     assert_eq!(
         chosen(Dims { head_dim_qk: 64, head_dim_vo: 40, ..DIMS }, Mask::window(Some(256), Some(3))),
         "sm90 fwd bf16 window head_dim 64/64 tile 192x128 stages 2, \
-         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 16, groups 1, drawn order, \
+         grid 132 for 192 tiles (6 a head, 152 queries of padding), heads a group 16, groups 1, fixed order, \
          keys from +2000-256 to +2000+3"
     );
     let top_left = Mask::Window { left: Some(5), right: None, corner: Corner::TopLeft };
@@ -90,13 +90,17 @@ fn golden_plans() {
 }
 
 #[test]
-fn unequal_tiles_are_drawn_when_a_cta_has_several() {
+fn unequal_tiles_are_drawn_when_a_cta_has_more_than_two() {
     let choice = |batch, mask| select(&problem(Dims { batch, ..DIMS }, mask), &H100, &table()).unwrap();
     let order = |choice: Choice| (choice.tiles, choice.tile_counter, choice.workspace_bytes());
     assert_eq!(order(choice(1, Mask::causal())), (128, false, 0));
-    assert_eq!(order(choice(2, Mask::causal())), (256, true, 4));
-    assert_eq!(order(choice(2, Mask::window(Some(3), None))), (256, true, 4));
-    assert_eq!(order(choice(2, Mask::Full)), (256, false, 0));
+    assert_eq!(order(choice(2, Mask::causal())), (256, false, 0));
+    assert_eq!(order(choice(3, Mask::causal())), (384, true, 4));
+    assert_eq!(order(choice(3, Mask::window(Some(3), None))), (384, true, 4));
+    assert_eq!(order(choice(3, Mask::Full)), (384, false, 0));
+    // Tiles of chunks and prefixes do not go from long to short.
+    assert_eq!(order(choice(2, Mask::chunked(700))), (256, true, 4));
+    assert_eq!(order(choice(2, Mask::prefix(2500))), (256, true, 4));
     let long = problem(Dims { seqlen_q: 20_000, seqlen_kv: 20_000, ..DIMS }, Mask::causal());
     assert_eq!(select(&long, &H100, &table()).unwrap().heads_per_group, 16);
 }
@@ -200,8 +204,8 @@ fn the_last_tiles_are_split_where_ctas_would_idle() {
     assert_eq!(split(KernelInfo { split_bytes: 0, ..row }, [1, 16, 16384, 16384]), (1376, 0, 4));
     // Not split: too few key blocks; a whole number of rounds; less than two rounds. Then just over two rounds, which is split.
     assert_eq!(split(row, [4, 16, 4096, 4096]), (1408, 0, 4));
-    assert_eq!(split(row, [2, 132, 192, 16384]), (264, 0, 4));
-    assert_eq!(split(row, [1, 140, 192, 16384]), (140, 0, 4));
+    assert_eq!(split(row, [2, 132, 192, 16384]), (264, 0, 0));
+    assert_eq!(split(row, [1, 140, 192, 16384]), (140, 0, 0));
     assert_eq!(split(row, [1, 265, 192, 16384]), (265, 133, 16 + 132 * 1000));
     let dims = Dims { batch: 1, seqlen_q: 16384, seqlen_kv: 16384, ..DIMS };
     let choice = select(&ForwardProblem::builder(DType::E4M3, dims).build().unwrap(), &H100, &[row]).unwrap();

@@ -59,9 +59,8 @@ struct Load {
   }
 
   // Whether `begin` is called: a CTA's first tile must follow from its index alone. Rows for modified scores would
-  // spill. Several tiles under a window were slower so (benches/LOG.md, entry 73).
-  static constexpr bool kBegins = !kDrawsByTile && Traits::kModifiers == Modifiers::Never &&
-                                  (Traits::kShares || Traits::kMask != MaskClass::Window);
+  // spill.
+  static constexpr bool kBegins = !kDrawsByTile && Traits::kModifiers == Modifiers::Never;
 
   // Announces the CTA's first tile, and asks for its Q and its first K, before the roles part. The code of the loading
   // warps lies far behind the kernel's first, and is fetched from memory meanwhile (benches/LOG.md, entry 73).

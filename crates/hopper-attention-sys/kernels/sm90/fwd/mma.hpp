@@ -64,6 +64,13 @@ struct Mma {
   // The edge of chunks moves by whole chunks: there it visits the others, too, hidden as they are.
   static constexpr int kMostSkipped = (Traits::kTileM - 64 + Traits::kTileN - 1) / Traits::kTileN;
 
+  // Whether blocks that are compared come behind the unseen ones.
+  static constexpr bool kSettlesEarly = kMask == MaskClass::Window && !kAddsBias;
+  // Whether the code of a tile's first block stands once, at the top of the loop over tiles. In a launch of few tiles
+  // the second tile waited for a copy of it to come from memory. In the other kernels the loop over blocks gets longer
+  // so, or registers spill (benches/LOG.md, entry 84).
+  static constexpr bool kBeginsAtTop = kMask == MaskClass::Window && !kModified && !kAddsBias && !Traits::kIsPacked;
+
   CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
                               Storage& storage, int consumer) {
     using MmaQK = typename Traits::MmaQK;
@@ -580,6 +587,14 @@ struct Mma {
       drop(visit);
     };
 
+    // Behind the scores of a tile's first block.
+    auto begin_tile = [&]() __attribute__((always_inline)) {
+      first_softmax();
+      make_p();
+      drop(first_visit());
+      clear(tOrO);
+    };
+
     Turns::begin(consumer);
 
     m_block = await_tile(0, 0);
@@ -601,15 +616,17 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      first_softmax();
-      make_p();
-      drop(first_visit());
-      clear(tOrO);
+      if constexpr (!kBeginsAtTop) {
+        begin_tile();
+      }
       skip_v(skipped_before);
     }
 
     while (true) {
       if (has_blocks) {
+        if constexpr (kBeginsAtTop) {
+          begin_tile();
+        }
         int visit = visits.template next<Traits::kWays>(visits.first());
         if constexpr (kAddsBias) {
           for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
@@ -648,7 +665,8 @@ struct Mma {
             step(std::false_type{}, visit);
           }
         }
-        if constexpr (kMask == MaskClass::Window && !kAddsBias) {
+        if constexpr (kSettlesEarly) {
+          softmax.settle();
           for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
             step(std::true_type{}, visit);
           }
@@ -662,6 +680,9 @@ struct Mma {
           Turns::wait(consumer);
           issue_output();
           Turns::pass(consumer);
+          if constexpr (!kSettlesEarly) {
+            softmax.settle();
+          }
           softmax.finish(sums, divisors);
           await_output();
           int const skipped = skipped_after();
@@ -713,6 +734,9 @@ struct Mma {
       int skipped = skipped_after();
       int const buffer = q.stage;
       q.advance();
+      if constexpr (!kSettlesEarly) {
+        softmax.settle();
+      }
       softmax.finish(sums, divisors);
       m_block = await_tile(q.stage, q.parity);
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
@@ -738,10 +762,9 @@ struct Mma {
         Turns::pass(consumer);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
-        first_softmax();
-        make_p();
-        drop(first_visit());
-        clear(tOrO);
+        if constexpr (!kBeginsAtTop) {
+          begin_tile();
+        }
         continue;
       }
       skip_k(skipped);
@@ -783,10 +806,9 @@ struct Mma {
       if (m_block < 0) {
         break;
       }
-      first_softmax();
-      make_p();
-      drop(first_visit());
-      clear(tOrO);
+      if constexpr (!kBeginsAtTop) {
+        begin_tile();
+      }
     }
   }
 };

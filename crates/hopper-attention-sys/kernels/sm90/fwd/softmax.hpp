@@ -6,14 +6,15 @@
 //
 // - A row *moves*: if its largest weight in a block is above 1 and above a quarter of the row sum, then P, the row sum
 //   and O are divided by that weight. The weight is 1 then. Its log2 is added to the reference.
-// - A warp *tracks*: it adds up the rounding errors of the largest weights of each block, adds that to the row sum, and
-//   divides O by the result (`divisors`). This is for rows with several large weights, which would move in every block.
+// - A warp *tracks*: each lane keeps the largest weight of a row since the row last moved. What rounding did to it is
+//   added to the row sum, and O is divided by the result (`divisors`). This is for rows with several large weights,
+//   which would move in every block.
 //
 // Blocks without masked keys are exponentiated *unseen*: against the reference that there is, with no maximum taken
 // (common/softmax.hpp). If a lane's sum of a block reaches `limit`, its warp *stops*: before it goes on, it looks for
 // the block's largest weights and moves rows. A stop counts if fewer than 10 of the warp's 16 rows move. After 2 +
-// blocks / 64 stops that count, the warp tracks for the rest of the tile. From then on it stops only where weights
-// would leave their type.
+// blocks / 64 stops that count, and in tiles of up to 8 blocks after one, the warp tracks for the rest of the tile.
+// From then on it stops only where weights would leave their type.
 //
 // A NaN is in no comparison, so a row of NaN never stops its warp, and changes no bit of another row. A row that stops
 // its warp may: limits are set anew, and tracking begins for all of the warp's rows.
@@ -49,9 +50,11 @@ struct ExactSoftmax {
 
   float reference[2];  // in powers of two
   float row_sum[2];    // this lane's sums
-  float limit[2];      // of this lane's sums over one block
-  bool tracks;         // the same in all lanes of a warp
-  // Of this lane's tracked weights, a bf16 for each row. Before a warp tracks: how many of its stops counted.
+  // Of this lane's sums over one block. While a warp tracks, the limit is kSumLimit, and this is the largest weight.
+  float limit[2];
+  bool tracks;  // the same in all lanes of a warp
+  // What rounding did to the tracked weights, a bf16 for each row (`settle`). Before a warp tracks: how many of its
+  // stops counted.
   std::uint32_t error;
 
   CUTE_DEVICE static std::uint32_t add_pair(std::uint32_t a, std::uint32_t b) {
@@ -188,7 +191,9 @@ struct ExactSoftmax {
         factors[r] = moves[r] ? exp2_approx(reference[r] - max[r]) : 1.0F;
         reference[r] = moves[r] ? max[r] : reference[r];
       }
-      multiply_sums(factors);
+      row_sum[0] *= factors[0];
+      row_sum[1] *= factors[1];
+      error = multiply_pair(error, pack_pair<cutlass::bfloat16_t>(factors[0], factors[1]));
       moved(factors);
     }
     float sums[2];
@@ -197,31 +202,35 @@ struct ExactSoftmax {
   }
 
   // Any other later block, against the rows' references or what a modifier makes of them. If the result is true, the
-  // warp stops.
+  // warp stops. (The largest weight is looked for between the exponentials, which leave time for it. Weights are not
+  // negative, so that they compare as integers do.)
   template <class Scores>
   CUTE_DEVICE bool unseen_block(Scores& scores, float scale_log2, float const (&references)[2], float (&sums)[2]) {
+    bool stops;
     if (tracks) {
-      exponentiate_and_track(scores, scale_log2, references, sums);
+      int most[2] = {__float_as_int(limit[0]), __float_as_int(limit[1])};
+      Base::exponentiate(scores, scale_log2, references, sums, [&](int r, float p, float q) {
+        most[r] = __vimax3_s32(most[r], __float_as_int(p), __float_as_int(q));
+      });
+      stops = (sums[0] >= kSumLimit) | (sums[1] >= kSumLimit);
+      limit[0] = __int_as_float(most[0]);
+      limit[1] = __int_as_float(most[1]);
     } else {
       Base::exponentiate(scores, scale_log2, references, sums);
+      stops = (sums[0] >= limit[0]) | (sums[1] >= limit[1]);
     }
-    return __any_sync(0xffffffffU, (sums[0] >= limit[0]) | (sums[1] >= limit[1]));
+    return __any_sync(0xffffffffU, stops);
   }
 
-  // Adds what rounding does to the largest weights. Maxima are taken between the exponentials, which leave time for
-  // them.
-  template <class Scores>
-  CUTE_DEVICE void exponentiate_and_track(Scores& scores, float scale_log2, float const (&references)[2],
-                                          float (&sums)[2]) {
-    int most[2] = {0, 0};  // weights are not negative, so that they compare as integers do
-    Base::exponentiate(scores, scale_log2, references, sums, [&](int r, float p, float q) {
-      most[r] = __vimax3_s32(most[r], __float_as_int(p), __float_as_int(q));
-    });
-    // Rows whose weights are too large for the type will move, and are left out.
-    float const first = fminf(__int_as_float(most[0]), kSumLimit);
-    float const second = fminf(__int_as_float(most[1]), kSumLimit);
-    float2 const rounded = unpack_pair<Element>(pack_pair<Element>(first, second));
-    error = add_pair(error, pack_pair<cutlass::bfloat16_t>(rounded.x - first, rounded.y - second));
+  // Behind the last unseen block of a tile: adds what rounding did to the tracked weights.
+  CUTE_DEVICE void settle() {
+    if (tracks) {
+      // (A row whose weights are too large for the type moves before it has them.)
+      float const first = fminf(limit[0], kSumLimit);
+      float const second = fminf(limit[1], kSumLimit);
+      float2 const rounded = unpack_pair<Element>(pack_pair<Element>(first, second));
+      error = pack_pair<cutlass::bfloat16_t>(rounded.x - first, rounded.y - second);
+    }
   }
 
   // Whether the scores must be computed again. (Votes, as all lanes of a warp agree, tell the compiler that its
@@ -252,22 +261,20 @@ struct ExactSoftmax {
       // Four lanes have a row. Where ten rows and more of 16 move, the tile has just begun.
       error += !tracks && lanes < 40 ? 1 : 0;
     }
-    if (!tracks) {
-      tracks = __any_sync(0xffffffffU, error >= 2 + blocks / 64);
+    if (tracks) {
+      // Of a row that moves, the weights from before it are forgotten with those of this block.
+      limit[0] = factors[0] < 1.0F ? 0.0F : limit[0];
+      limit[1] = factors[1] < 1.0F ? 0.0F : limit[1];
+    } else {
+      tracks = __any_sync(0xffffffffU, error >= 1 + (blocks > 8) + blocks / 64);
       error = tracks ? 0 : error;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        limit[r] = tracks ? kSumLimit : fminf(kSumLimit, 0.5F * quad_sum(row_sum[r] * factors[r] + sums[r]));
+        limit[r] = tracks ? 0.0F : fminf(kSumLimit, 0.5F * quad_sum(row_sum[r] * factors[r] + sums[r]));
       }
     }
-    multiply_sums(factors);
-  }
-
-  // What came before, where rows move. (A count of stops is far below any error, and may be lost.)
-  CUTE_DEVICE void multiply_sums(float const (&factors)[2]) {
     row_sum[0] *= factors[0];
     row_sum[1] *= factors[1];
-    error = multiply_pair(error, pack_pair<cutlass::bfloat16_t>(factors[0], factors[1]));
   }
 
   CUTE_DEVICE void add(float const (&sums)[2]) {
@@ -275,7 +282,7 @@ struct ExactSoftmax {
     row_sum[1] += sums[1];
   }
 
-  // The whole rows' sums, and what O must be divided by.
+  // The whole rows' sums, and what O must be divided by. (A count of stops is far below any sum.)
   CUTE_DEVICE void finish(float (&sums)[2], float (&divisors)[2]) const {
     std::uint32_t total = add_pair(error, __shfl_xor_sync(0xffffffffU, error, 1));
     total = add_pair(total, __shfl_xor_sync(0xffffffffU, total, 2));
