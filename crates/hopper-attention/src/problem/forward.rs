@@ -220,7 +220,8 @@ impl ForwardProblemBuilder {
     /// [`Quantizer`](crate::Quantizer) for a problem with this option stores no larger elements. (The sums fit up to head dim
     /// 334. Kernels have smaller head dims.)
     ///
-    /// With short sequences or few heads a plan takes scores in f32 all the same, which is faster there.
+    /// With short sequences or few heads a plan takes scores in f32 all the same, which is faster there. With scores that are far
+    /// apart f16 takes up to 2.9 times as long as f32 (`docs/fp8.md`): allow it if you know that yours are not.
     ///
     /// Results are right for any elements. The kernel checks every element of Q and K that it reads. A second kernel, with
     /// scores in f32, is launched after the first. If an element is larger in magnitude than 14 or NaN, the second kernel
