@@ -160,6 +160,17 @@ impl Work {
         Self { visits, tiles, multiprocessors, drawn, is_bounded: false, most_shares, ways, costs }
     }
 
+    /// Whether the tiles of a head go from long to short, in the order of the list. (By a block more or less: where a window's
+    /// edge lies in a block differs from tile to tile.)
+    pub(super) fn goes_down(&self) -> bool {
+        let mut least = usize::MAX;
+        // (The first tile may have few queries.)
+        self.visits.iter().skip(1).all(|&visits| {
+            least = least.min(visits);
+            visits <= least + 1
+        })
+    }
+
     /// The same with no more CTAs than multiprocessors.
     pub(super) fn bounded(self) -> Self {
         Self { is_bounded: true, ..self }

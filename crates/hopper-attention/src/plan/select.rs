@@ -323,11 +323,13 @@ fn schedule(
         return Err(unsupported(wanted, format!("up to {multiprocessors} such CTAs, or another kernel")));
     }
     // Where no CTA has more than two tiles, a fixed order gives it one from the front of the list and one from its back. If the
-    // list goes from long tiles to short ones, drawing would pair them alike. And it needs a counter that is zeroed before the
+    // list goes from long tiles to short ones, drawing would pair them alike, and needs a counter that is zeroed before the
     // launch (benches/LOG.md, entry 84).
-    let goes_down = problem.block_mask().is_none() && bounds.step == 1 && bounds.prefix == 0;
-    let rounds = if goes_down { 2 } else { 1 };
-    let tile_counter = tiles > grid.saturating_mul(rounds) && is_drawn(problem, &kernel);
+    let several = tiles > grid && is_drawn(problem, &kernel);
+    let tile_counter = several
+        && (tiles > grid.saturating_mul(2)
+            || problem.block_mask().is_some()
+            || !work(problem, gpu, &kernel).goes_down());
     let choice = Choice {
         kernel,
         bounds,

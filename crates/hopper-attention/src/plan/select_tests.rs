@@ -95,12 +95,18 @@ fn unequal_tiles_are_drawn_when_a_cta_has_more_than_two() {
     let order = |choice: Choice| (choice.tiles, choice.tile_counter, choice.workspace_bytes());
     assert_eq!(order(choice(1, Mask::causal())), (128, false, 0));
     assert_eq!(order(choice(2, Mask::causal())), (256, false, 0));
+    assert_eq!(order(choice(2, Mask::window(Some(300), Some(0)))), (256, false, 0));
     assert_eq!(order(choice(3, Mask::causal())), (384, true, 4));
     assert_eq!(order(choice(3, Mask::window(Some(3), None))), (384, true, 4));
     assert_eq!(order(choice(3, Mask::Full)), (384, false, 0));
-    // Tiles of chunks and prefixes do not go from long to short.
+    // The last queries of such a window see the fewest keys. Tiles of chunks go up and down, too, and so do those whose last
+    // queries see none.
+    assert_eq!(order(choice(2, Mask::window(Some(3), None))), (256, true, 4));
+    let above = Mask::Window { left: Some(200), right: Some(0), corner: Corner::TopLeft };
+    let many = Dims { batch: 2, seqlen_kv: 500, ..DIMS };
+    assert_eq!(order(select(&problem(many, above), &H100, &table()).unwrap()), (256, true, 4));
     assert_eq!(order(choice(2, Mask::chunked(700))), (256, true, 4));
-    assert_eq!(order(choice(2, Mask::prefix(2500))), (256, true, 4));
+    assert_eq!(order(choice(2, Mask::prefix(2500))), (256, false, 0));
     let long = problem(Dims { seqlen_q: 20_000, seqlen_kv: 20_000, ..DIMS }, Mask::causal());
     assert_eq!(select(&long, &H100, &table()).unwrap().heads_per_group, 16);
 }

@@ -64,7 +64,7 @@ struct Mma {
   // The edge of chunks moves by whole chunks: there it visits the others, too, hidden as they are.
   static constexpr int kMostSkipped = (Traits::kTileM - 64 + Traits::kTileN - 1) / Traits::kTileN;
 
-  // Whether blocks that are compared come behind the unseen ones.
+  // Whether blocks that are compared come behind the unseen ones, so that rounding errors are settled before them.
   static constexpr bool kSettlesEarly = kMask == MaskClass::Window && !kAddsBias;
   // Whether the code of a tile's first block stands once, at the top of the loop over tiles. In a launch of few tiles
   // the second tile waited for a copy of it to come from memory. In the other kernels the loop over blocks gets longer

@@ -8,7 +8,7 @@
 //   and O are divided by that weight. The weight is 1 then. Its log2 is added to the reference.
 // - A warp *tracks*: each lane keeps the largest weight of a row since the row last moved. What rounding did to it is
 //   added to the row sum, and O is divided by the result (`divisors`). This is for rows with several large weights,
-//   which would move in every block.
+//   which would move in every block. (Four lanes have a row, so that most of the large ones are kept.)
 //
 // Blocks without masked keys are exponentiated *unseen*: against the reference that there is, with no maximum taken
 // (common/softmax.hpp). If a lane's sum of a block reaches `limit`, its warp *stops*: before it goes on, it looks for
@@ -193,6 +193,7 @@ struct ExactSoftmax {
       }
       row_sum[0] *= factors[0];
       row_sum[1] *= factors[1];
+      // (A count of stops may be lost: no unseen block follows.)
       error = multiply_pair(error, pack_pair<cutlass::bfloat16_t>(factors[0], factors[1]));
       moved(factors);
     }
@@ -222,10 +223,10 @@ struct ExactSoftmax {
     return __any_sync(0xffffffffU, stops);
   }
 
-  // Behind the last unseen block of a tile: adds what rounding did to the tracked weights.
+  // Behind the last unseen block of a tile: works out what rounding did to the tracked weights.
   CUTE_DEVICE void settle() {
     if (tracks) {
-      // (A row whose weights are too large for the type moves before it has them.)
+      // (Only a NaN is above kSumLimit. Rows whose weights are too large for the type have moved, and are at 0.)
       float const first = fminf(limit[0], kSumLimit);
       float const second = fminf(limit[1], kSumLimit);
       float2 const rounded = unpack_pair<Element>(pack_pair<Element>(first, second));
