@@ -63,12 +63,9 @@ struct Mma {
   // the tile's first. It waits for the K of each of them before it gives back their V, which must not fill the ring.
   // The edge of chunks moves by whole chunks: there it visits the others, too, hidden as they are.
   static constexpr int kMostSkipped = (Traits::kTileM - 64 + Traits::kTileN - 1) / Traits::kTileN;
-
-  // Whether blocks that are compared come behind the unseen ones, so that rounding errors are settled before them.
-  static constexpr bool kSettlesEarly = kMask == MaskClass::Window && !kAddsBias;
-  // Whether the code of a tile's first block stands once, at the top of the loop over tiles. In a launch of few tiles
-  // the second tile waited for a copy of it to come from memory. In the other kernels the loop over blocks gets longer
-  // so, or registers spill (benches/LOG.md, entry 84).
+  static constexpr bool kSettlesEarly = kMask == MaskClass::Window && !kAddsBias;  // before blocks that are compared
+  // Whether the code of a tile's first block stands once, at the top of the loop over tiles. A second tile waited for a
+  // copy of it. In the other kernels the loop over blocks gets longer so, or registers spill (benches/LOG.md, 84).
   static constexpr bool kBeginsAtTop = kMask == MaskClass::Window && !kModified && !kAddsBias && !Traits::kIsPacked;
 
   CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
@@ -587,16 +584,17 @@ struct Mma {
       drop(visit);
     };
 
-    // Behind the scores of a tile's first block.
-    auto begin_tile = [&]() __attribute__((always_inline)) {
-      first_softmax();
-      make_p();
-      drop(first_visit());
-      clear(tOrO);
+    // Behind the scores of a tile's first block, at the place that the kernel has it in.
+    auto begin_tile = [&](auto at_top) __attribute__((always_inline)) {
+      if constexpr (decltype(at_top)::value == kBeginsAtTop) {
+        first_softmax();
+        make_p();
+        drop(first_visit());
+        clear(tOrO);
+      }
     };
 
     Turns::begin(consumer);
-
     m_block = await_tile(0, 0);
     if (m_block < 0) {
       return;
@@ -616,17 +614,13 @@ struct Mma {
       Turns::pass(consumer);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      if constexpr (!kBeginsAtTop) {
-        begin_tile();
-      }
+      begin_tile(std::false_type{});
       skip_v(skipped_before);
     }
 
     while (true) {
       if (has_blocks) {
-        if constexpr (kBeginsAtTop) {
-          begin_tile();
-        }
+        begin_tile(std::true_type{});
         int visit = visits.template next<Traits::kWays>(visits.first());
         if constexpr (kAddsBias) {
           for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
@@ -680,10 +674,7 @@ struct Mma {
           Turns::wait(consumer);
           issue_output();
           Turns::pass(consumer);
-          if constexpr (!kSettlesEarly) {
-            softmax.settle();
-          }
-          softmax.finish(sums, divisors);
+          softmax.template finish<!kSettlesEarly>(sums, divisors);
           await_output();
           int const skipped = skipped_after();
           skip_k(skipped);
@@ -691,7 +682,7 @@ struct Mma {
         } else {
           storage.q_full[0].wait(0);  // a CTA must not end while a copy to it is under way
           softmax.clear();
-          softmax.finish(sums, divisors);
+          softmax.template finish<false>(sums, divisors);
           clear(tOrO);
         }
         if constexpr (Traits::kTakesSingleTiles) {
@@ -734,10 +725,7 @@ struct Mma {
       int skipped = skipped_after();
       int const buffer = q.stage;
       q.advance();
-      if constexpr (!kSettlesEarly) {
-        softmax.settle();
-      }
-      softmax.finish(sums, divisors);
+      softmax.template finish<!kSettlesEarly>(sums, divisors);
       m_block = await_tile(q.stage, q.parity);
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
       // the wait for the first would make ptxas serialise them.
@@ -762,9 +750,7 @@ struct Mma {
         Turns::pass(consumer);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
-        if constexpr (!kBeginsAtTop) {
-          begin_tile();
-        }
+        begin_tile(std::false_type{});
         continue;
       }
       skip_k(skipped);
@@ -806,9 +792,7 @@ struct Mma {
       if (m_block < 0) {
         break;
       }
-      if constexpr (!kBeginsAtTop) {
-        begin_tile();
-      }
+      begin_tile(std::false_type{});
     }
   }
 };

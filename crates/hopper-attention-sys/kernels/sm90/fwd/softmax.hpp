@@ -284,7 +284,11 @@ struct ExactSoftmax {
   }
 
   // The whole rows' sums, and what O must be divided by. (A count of stops is far below any sum.)
-  CUTE_DEVICE void finish(float (&sums)[2], float (&divisors)[2]) const {
+  template <bool kSettles>
+  CUTE_DEVICE void finish(float (&sums)[2], float (&divisors)[2]) {
+    if constexpr (kSettles) {
+      settle();
+    }
     std::uint32_t total = add_pair(error, __shfl_xor_sync(0xffffffffU, error, 1));
     total = add_pair(total, __shfl_xor_sync(0xffffffffU, total, 2));
     float2 const errors = unpack_pair<cutlass::bfloat16_t>(total);
