@@ -9,7 +9,7 @@
 // - With a counter, a CTA draws the next tile when it can take one.
 // - Without, the grid takes `grid` tiles a round, in alternating direction, so that a CTA that had a long tile in one
 //   round has a short one in the next. There is nothing to zero and nothing to fetch, but the work is balanced only
-//   where a group is a whole number of rounds.
+//   where a group is a whole number of rounds, or where there are two rounds at most.
 #pragma once
 
 #include <cute/numeric/math.hpp>

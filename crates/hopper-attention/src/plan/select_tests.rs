@@ -90,7 +90,7 @@ fn golden_plans() {
 }
 
 #[test]
-fn unequal_tiles_are_drawn_when_a_cta_has_more_than_two() {
+fn unequal_tiles_are_drawn_where_a_fixed_order_does_not_pair_them() {
     let choice = |batch, mask| select(&problem(Dims { batch, ..DIMS }, mask), &H100, &table()).unwrap();
     let order = |choice: Choice| (choice.tiles, choice.tile_counter, choice.workspace_bytes());
     assert_eq!(order(choice(1, Mask::causal())), (128, false, 0));
@@ -98,6 +98,7 @@ fn unequal_tiles_are_drawn_when_a_cta_has_more_than_two() {
     assert_eq!(order(choice(2, Mask::window(Some(300), Some(0)))), (256, false, 0));
     assert_eq!(order(choice(3, Mask::causal())), (384, true, 4));
     assert_eq!(order(choice(3, Mask::window(Some(3), None))), (384, true, 4));
+    assert_eq!(order(choice(2, Mask::Full)), (256, false, 0));
     assert_eq!(order(choice(3, Mask::Full)), (384, false, 0));
     // The last queries of such a window see the fewest keys. Tiles of chunks go up and down, too, and so do those whose last
     // queries see none.
