@@ -10,7 +10,8 @@
      hattn_forward_plan_destroy(plan);
 
    Two more passes have the same functions and structs under their own prefixes: hattn_backward_ computes gradients, and
-   hattn_quantize_ makes FP8 operands of 16-bit tensors. hopper_attention_lists.h makes lists of blocks.
+   hattn_quantize_ makes FP8 operands of 16-bit tensors. hopper_attention_lists.h makes lists of blocks, and the mask of
+   dropout.
 
    Rules for all functions:
    - None of them throws, prints or exits.

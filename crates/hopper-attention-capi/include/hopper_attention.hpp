@@ -309,7 +309,8 @@ class ForwardProblem : public detail::Problem<ForwardProblem, hattn_forward_prob
   }
 
   // Dropout of the weights: the probability, 0 (none) to below 1, with which one becomes 0 (hattn_forward_problem). The
-  // argument dropout_state of a run has the seed and the offset. Not for E4M3. docs/numerics.md lists the limits of GPUs.
+  // argument dropout_state of a run has the seed and the offset. Not for E4M3. docs/numerics.md lists the limits of
+  // GPUs.
   constexpr ForwardProblem& dropout(float probability) noexcept { return set(problem_.dropout, probability); }
 
   // Restricts plans to kernels of one instruction set. The CPU takes Arch::Own only.
@@ -433,7 +434,8 @@ class BackwardProblem : public detail::Problem<BackwardProblem, hattn_backward_p
     return set(problem_.sm_margin, multiprocessors);
   }
 
-  // As ForwardProblem::workspace_limit. Gradients need more than a forward pass, and take its limit unless it is set here.
+  // As ForwardProblem::workspace_limit. Gradients need more than a forward pass, and take its limit unless it is set
+  // here.
   constexpr BackwardProblem& workspace_limit(std::uint64_t bytes) noexcept {
     return set(problem_.workspace_limit, bytes);
   }

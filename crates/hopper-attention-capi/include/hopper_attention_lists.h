@@ -9,8 +9,8 @@
      hattn_block_lists_arrays(lists, &arrays);
      hattn_block_lists_destroy(lists);
 
-   The same for slices, prefixes, spans and dense masks. What hopper_attention.h says of functions, threads and versions
-   holds here, too:
+   The same for slices, prefixes, spans and dense masks. hattn_dropout_mask makes the mask of dropout. What
+   hopper_attention.h says of functions, threads and versions holds here, too:
    - Lists are live from their creation until they are destroyed. Many threads may use the same lists at once.
    - Arrays that the caller gives are read during the call only.
    - An array is row-major, without gaps. Its address is a multiple of the size of its elements.
@@ -271,6 +271,27 @@ hattn_status hattn_block_lists_arrays(const struct hattn_block_lists *lists,
 // Frees lists, and the arrays that hattn_block_lists_arrays showed. `lists` may be null.
 // The caller promises: `lists` is null, or live and not used by any other call, now or later. No run reads its arrays, now or later.
 void hattn_block_lists_destroy(struct hattn_block_lists *lists);
+
+// Writes which pairs of a query and a key dropout keeps: 1 where a pair is kept, 0 where it is dropped.
+//
+// `keep` is `[batch, heads_q, seqlen_q, seqlen_kv]` in host memory, row-major, without gaps. `seed` and `offset` are those of
+// dropout_state. All devices drop the same pairs. The mask of the problem is not looked at. Of packed sequences the batch entry is
+// the number of the sequence, and queries and keys count from its first. Computes on the host, in the calling thread. Nothing is
+// written on failure:
+//
+// - HATTN_ERROR_ARGUMENT: `keep` is null, and there are pairs. Or `bytes` is not the number of pairs.
+// - HATTN_ERROR_VALUE: `dropout` is not a probability from 0 to below 1. A size is negative, or there are 2^63 pairs or more.
+//
+// The caller promises: `keep` is null, or `bytes` bytes can be written there, and nothing else reads or writes them during the call.
+hattn_status hattn_dropout_mask(float dropout,
+                                uint64_t seed,
+                                uint64_t offset,
+                                int64_t batch,
+                                int64_t heads_q,
+                                int64_t seqlen_q,
+                                int64_t seqlen_kv,
+                                uint8_t *keep,
+                                size_t bytes);
 
 #ifdef __cplusplus
 }  // extern "C"

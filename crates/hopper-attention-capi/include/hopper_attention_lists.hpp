@@ -1,6 +1,6 @@
 // Lists of blocks for Hopper Attention: the operands of a problem with a BlockMask, which the library makes on the host
 // of slices, documents, prefixes, spans or a dense mask. Header-only, on top of hopper_attention.hpp. Errors are as
-// there. hopper_attention_lists.h says more about each description.
+// there. hopper_attention_lists.h says more about each description. And the mask of dropout.
 //
 //   hattn::BlockLists lists(hattn::Documents(batch, seqlen_q, seqlen_kv, q_ids, kv_ids));
 //   problem.block_mask(lists.block_mask()).causal();
@@ -244,6 +244,25 @@ class BlockLists {
   std::unique_ptr<hattn_block_lists, detail::DestroyLists> owned_{};
   hattn_block_arrays arrays_{};
 };
+
+// Which pairs of a query and a key dropout keeps: 1 where a pair is kept, 0 where it is dropped. `keep` has `bytes`
+// bytes of host memory: [batch, heads_q, seqlen_q, seqlen_kv], row-major. `seed` and `offset` are those of
+// dropout_state.
+[[nodiscard]] inline Status try_dropout_mask(float dropout, std::uint64_t seed, std::uint64_t offset,
+                                             std::int64_t batch, std::int64_t heads_q, std::int64_t seqlen_q,
+                                             std::int64_t seqlen_kv, std::uint8_t* keep, std::size_t bytes) noexcept {
+  if (const Status status = detail::check_abi(); !ok(status)) return status;
+  return detail::from_library(
+      hattn_dropout_mask(dropout, seed, offset, batch, heads_q, seqlen_q, seqlen_kv, keep, bytes));
+}
+
+#ifndef HATTN_NO_EXCEPTIONS
+inline void dropout_mask(float dropout, std::uint64_t seed, std::uint64_t offset, std::int64_t batch,
+                         std::int64_t heads_q, std::int64_t seqlen_q, std::int64_t seqlen_kv, std::uint8_t* keep,
+                         std::size_t bytes) {
+  detail::check(try_dropout_mask(dropout, seed, offset, batch, heads_q, seqlen_q, seqlen_kv, keep, bytes));
+}
+#endif
 
 }  // namespace HATTN_DETAIL_NAMESPACE
 }  // namespace hattn

@@ -1,5 +1,5 @@
 //! The C ABI of `hopper-attention`. C and C++ programs include `hopper_attention.h`, which cbindgen makes of this crate.
-//! `hopper_attention_lists.h` beside it has the functions that make lists of blocks.
+//! `hopper_attention_lists.h` beside it has the functions that make lists of blocks, and the mask of dropout.
 //! `docs/c.md` in the repository says how to link.
 //!
 //! Each function reads its arguments, calls the safe crate, and turns the result into a status and a text. The safe crate
@@ -22,6 +22,7 @@ mod abi;
 mod backward;
 mod convert;
 mod devices;
+mod dropout;
 mod forward;
 mod handle;
 mod lists;
@@ -34,6 +35,7 @@ mod tuning;
 pub use abi::*;
 pub use backward::*;
 pub use devices::*;
+pub use dropout::*;
 pub use forward::*;
 pub use lists::*;
 pub use quantize::*;

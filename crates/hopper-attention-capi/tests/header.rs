@@ -186,8 +186,8 @@ const OF_LISTS: &str = "
      hattn_block_lists_arrays(lists, &arrays);
      hattn_block_lists_destroy(lists);
 
-   The same for slices, prefixes, spans and dense masks. What hopper_attention.h says of functions, threads and versions
-   holds here, too:
+   The same for slices, prefixes, spans and dense masks. hattn_dropout_mask makes the mask of dropout. What
+   hopper_attention.h says of functions, threads and versions holds here, too:
    - Lists are live from their creation until they are destroyed. Many threads may use the same lists at once.
    - Arrays that the caller gives are read during the call only.
    - An array is row-major, without gaps. Its address is a multiple of the size of its elements.
@@ -205,7 +205,8 @@ fn lists_header() -> String {
     let builder = cbindgen::Builder::new()
         .with_config(config)
         .with_src(root.join("src/abi/block_lists.rs"))
-        .with_src(root.join("src/lists.rs"));
+        .with_src(root.join("src/lists.rs"))
+        .with_src(root.join("src/dropout.rs"));
     written(builder)
 }
 

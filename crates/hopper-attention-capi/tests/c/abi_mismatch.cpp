@@ -18,6 +18,9 @@ const char* hattn_version(void) { return "9.0.0"; }
 const char* hattn_status_name(hattn_status status) { return status == HATTN_ERROR_ABI ? "HATTN_ERROR_ABI" : "?"; }
 const char* hattn_last_error(void) { return "the library's own text"; }
 hattn_status hattn_device_count(int32_t*) { return called(); }
+hattn_status hattn_dropout_mask(float, uint64_t, uint64_t, int64_t, int64_t, int64_t, int64_t, uint8_t*, size_t) {
+  return called();
+}
 hattn_status hattn_forward_supported(const hattn_forward_problem*, hattn_device) { return called(); }
 hattn_status hattn_forward_plan_create(const hattn_forward_problem*, hattn_device, hattn_forward_plan**) {
   return called();
@@ -58,6 +61,7 @@ void another_abi_version_is_refused_before_anything_is_called() {
   const std::int32_t id = 0;
   CHECK(hattn::BlockLists::create(hattn::Documents(1, 1, 1, &id, &id), lists) == hattn::Status::Abi && !lists);
   CHECK(hattn::try_device_count(count) == hattn::Status::Abi && count == -1);
+  CHECK(hattn::try_dropout_mask(0.5F, 1, 2, 1, 1, 1, 1, nullptr, 1) == hattn::Status::Abi);
   CHECK_TEXT(hattn::last_error(), "library: ABI version 2; allowed: 1, that of hopper_attention.h");
   bool caught = false;
   try {

@@ -441,6 +441,20 @@ static hattn_device any_device(void) {
   return wrong[below(4)];
 }
 
+static void call_dropout_mask(void) {
+  static const float probabilities[] = {0.0F, 0.25F, 0.999F, 1.0F, -1.0F, NAN};
+  uint8_t keep[4 * 4 * 4 * 4 + 8];
+  int64_t sizes[4];
+  size_t bytes = 1, i;
+  for (i = 0; i < 4; ++i) sizes[i] = below(5), bytes *= (size_t)sizes[i];
+  if (one_in(8)) sizes[below(4)] = nasty(1);
+  memset(keep, 0xA5, sizeof(keep));
+  const hattn_status status =
+      counted(hattn_dropout_mask(probabilities[below(6)], random_bits(), random_bits(), sizes[0], sizes[1], sizes[2],
+                                 sizes[3], one_in(16) ? NULL : keep, one_in(16) ? bytes + 1 : bytes));
+  for (i = 0; i < sizeof(keep); ++i) HOLDS(status == HATTN_OK && i < bytes ? keep[i] <= 1 : keep[i] == 0xA5);
+}
+
 static void call_small_functions(void) {
   static const char pieces[] = "\t\t\t\n#0.2.0 card\xff\xc3\xa9 sm90";
   char text[64];
@@ -463,6 +477,7 @@ static void call_small_functions(void) {
   HOLDS(counted(hattn_tuning_create(text, length, NULL)) == HATTN_ERROR_ARGUMENT);
   HOLDS(hattn_status_name((hattn_status)random_bits()) != NULL && hattn_last_error() != NULL);
   HOLDS(hattn_abi_version() == HATTN_ABI_VERSION && hattn_version() != NULL);
+  call_dropout_mask();
   HOLDS(counted(hattn_device_count(NULL)) == HATTN_ERROR_ARGUMENT);
   HOLDS(counted(hattn_device_count(&count)) == HATTN_OK && count >= 0);
 }

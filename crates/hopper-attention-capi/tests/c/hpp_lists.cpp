@@ -135,11 +135,25 @@ void what_is_refused_says_so() {
 #endif
 }
 
+// The same bytes as through C, whose test has known answers.
+void the_mask_of_dropout_is_that_of_c() {
+  std::uint8_t keep[2 * 3 * 8 * 9] = {}, other[sizeof(keep)] = {};
+  CHECK(hattn_dropout_mask(0.5F, 3, 4, 2, 3, 8, 9, other, sizeof(other)) == HATTN_OK);
+  CHECK(hattn::try_dropout_mask(0.5F, 3, 4, 2, 3, 8, 9, keep, sizeof(keep)) == Status::Ok);
+  CHECK(std::memcmp(keep, other, sizeof(keep)) == 0 && std::memchr(keep, 1, sizeof(keep)) != nullptr);
+  CHECK(hattn::try_dropout_mask(2.0F, 3, 4, 2, 3, 8, 9, keep, sizeof(keep)) == Status::Value);
+#ifndef HATTN_NO_EXCEPTIONS
+  hattn::dropout_mask(0.0F, 3, 4, 2, 3, 8, 9, keep, sizeof(keep));
+  CHECK(std::memchr(keep, 0, sizeof(keep)) == nullptr);
+#endif
+}
+
 }  // namespace
 
 int main() {
   RUN("hpp_lists", descriptions_make_lists_of_what_they_say);
   RUN("hpp_lists", attention_uses_lists);
   RUN("hpp_lists", what_is_refused_says_so);
+  RUN("hpp_lists", the_mask_of_dropout_is_that_of_c);
   return check_result();
 }
