@@ -163,10 +163,18 @@ fn is_listed(row: &KernelInfo) -> bool {
 /// # Panics
 /// When it was refused for another reason.
 pub fn planned<P>(plan: Result<P>, row: &KernelInfo, case: &Case) -> Option<P> {
+    supported(plan, || format!("{row}, {case}"))
+}
+
+/// A plan; none where the problem is not supported. `what` was planned.
+///
+/// # Panics
+/// When it was refused for another reason, such as a kernel that cannot be loaded.
+pub fn supported<P>(plan: Result<P>, what: impl FnOnce() -> String) -> Option<P> {
     match plan {
         Ok(plan) => Some(plan),
         Err(Error::Unsupported { .. }) => None,
-        Err(error) => panic!("{row}, {case}: {error}"),
+        Err(error) => panic!("{}: {error}", what()),
     }
 }
 

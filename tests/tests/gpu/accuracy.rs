@@ -2,7 +2,7 @@
 
 use hopper_attention::{Arch, Device, Float, ForwardArgs, KernelInfo, MaskClass, OutputOf, Workspace, bf16, f16};
 use hopper_attention_tests::accuracy::{LARGEST, RMSE, Sample, Setting, Verdict};
-use hopper_attention_tests::gpu::{Gpu, dense, whole, whole_mut};
+use hopper_attention_tests::gpu::{Gpu, dense, supported, whole, whole_mut};
 use hopper_attention_tests::gradients;
 use hopper_attention_tests::layers;
 use hopper_attention_tests::problems::Grid;
@@ -49,7 +49,8 @@ fn judge<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], verdicts: &mut 
         let [q, k, v] = [0, 1, 2].map(|i| stream.clone_htod(&sample.qkv[i]).expect("device memory"));
         let fits = |row: &KernelInfo| row.dtype() == T::DTYPE && is_narrowest(row, rows, setting.head_dim);
         for (i, row) in rows.iter().enumerate().filter(|(_, row)| fits(row)) {
-            let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
+            let plan = supported(problem.plan_with_row(&gpu.device, row), || format!("{row}, {problem}"));
+            let Some(plan) = plan else { continue };
             verdicts.taken[i] += 1;
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
             let mut o = stream.clone_htod(&vec![T::from_f32(0.0); sample.qkv[0].len()]).expect("device memory");
@@ -81,8 +82,8 @@ fn kernels_of(test: &str, arch: Arch) {
     let settings = Setting::all(&FORWARD, &[512]);
     let plans = |row: &KernelInfo| {
         settings.iter().any(|setting| {
-            is_narrowest(row, &rows, setting.head_dim)
-                && setting.problem(row.dtype()).plan_with_row(&gpu.device, row).is_ok()
+            let plan = || setting.problem(row.dtype()).plan_with_row(&gpu.device, row);
+            is_narrowest(row, &rows, setting.head_dim) && supported(plan(), || row.to_string()).is_some()
         })
     };
     let rows: Vec<_> = rows.iter().copied().filter(plans).collect();
@@ -123,7 +124,7 @@ fn gradients<T: Float + OutputOf<T>>(
     row: &KernelInfo,
     sample: &gradients::Sample<T>,
 ) -> Option<[Vec<T>; 4]> {
-    let plan = sample.problem.plan_with_row(&gpu.device, row).ok()?;
+    let plan = supported(sample.problem.plan_with_row(&gpu.device, row), || row.to_string())?;
     let forward = sample.forward.to_builder().arch(row.arch()).build().expect("the same numbers");
     let forward = forward.plan(&Device::Cuda(gpu.device.clone())).expect("a forward");
     let (problem, stream) = (&sample.forward, &gpu.stream);

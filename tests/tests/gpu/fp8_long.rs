@@ -2,8 +2,8 @@
 
 use hopper_attention::{DType, KernelInfo, MaskClass, Workspace, f16};
 use hopper_attention_tests::fp8::half_scores_of;
-use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::OnDevice;
+use hopper_attention_tests::gpu::{Gpu, supported};
 use hopper_attention_tests::long::{KEYS, Long, SETTINGS, Values};
 use hopper_attention_tests::problems::Grid;
 use hopper_attention_tests::say;
@@ -30,7 +30,8 @@ fn long_sequences_are_as_accurate_as_quantisation_allows() {
                     let fits =
                         |row: &KernelInfo| row.head_dim_qk() == head_dims[0] && (row.scores() == DType::F16) == half;
                     for (row, taken) in rows.iter().zip(&mut taken).filter(|(row, _)| fits(row)) {
-                        let Ok(plan) = problem.plan_with_row(&gpu.device, row) else { continue };
+                        let plan = supported(problem.plan_with_row(&gpu.device, row), || row.to_string());
+                        let Some(plan) = plan else { continue };
                         let written = on_device.run::<f16>(&gpu.stream, &mut workspace, &plan, None).unwrap();
                         let (figures, complaint) = quantised.judge(&written.output(problem).0);
                         say(&format!("{row}: {figures}"));

@@ -4,8 +4,8 @@ use hopper_attention::{
     DType, Device, E4M3, Element, ForwardProblem, KernelInfo, OutputOf, Scaling, Workspace, bf16, f16,
 };
 use hopper_attention_tests::fp8::Operands;
-use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::gpu::fp8::{OnDevice, Outputs, takes};
+use hopper_attention_tests::gpu::{Gpu, supported};
 use hopper_attention_tests::packed;
 use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid, fitting, random};
@@ -50,7 +50,7 @@ fn every_packing_e4m3_row_takes_packed_cases() {
 /// `None` where the row is for other problems.
 fn of<O: OutputOf<E4M3>>(gpu: &Gpu, operands: &Operands, row: &KernelInfo) -> Option<Verdict> {
     let problem = operands.problem().to_builder().output(O::DTYPE).build().unwrap();
-    let plan = problem.plan_with_row(&gpu.device, row).ok()?;
+    let plan = supported(problem.plan_with_row(&gpu.device, row), || row.to_string())?;
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let on_device = OnDevice::new(&gpu.stream, operands);
     Some(on_device.judged::<O>(&gpu.stream, &mut workspace, &plan, &operands.expected()))
