@@ -75,8 +75,8 @@ pub const FEW_SEQUENCES: [[usize; 2]; 6] = [[1, 512], [1, 2048], [1, 4096], [1, 
 pub const SHORT: [[usize; 2]; 9] =
     [[212, 77], [83, 197], [63, 257], [28, 577], [16, 1000], [15, 1025], [10, 1500], [7, 2049], [3, 4097]];
 /// Batch, queries, keys, query heads and KV heads of problems without a mask: a prompt's last part, few queries on many
-/// keys, and cross-attention to few keys.
-pub const LOPSIDED: [[usize; 5]; 7] = [
+/// keys, cross-attention to few keys, and one or a few new tokens on a long past.
+pub const LOPSIDED: [[usize; 5]; 12] = [
     [1, 128, 16384, 32, 8],
     [1, 512, 16384, 32, 8],
     [1, 2048, 16384, 32, 8],
@@ -84,6 +84,11 @@ pub const LOPSIDED: [[usize; 5]; 7] = [
     [4, 4096, 77, 16, 16],
     [16, 1024, 77, 16, 16],
     [2, 4096, 1024, 16, 16],
+    [1, 1, 8192, 32, 8],
+    [1, 1, 32768, 32, 8],
+    [1, 1, 32768, 8, 1],
+    [1, 64, 32768, 8, 1],
+    [1, 16, 131072, 8, 1],
 ];
 
 impl Sweep {
@@ -449,10 +454,11 @@ mod tests {
     fn the_sweep_of_short_and_lopsided_problems() {
         let sweep = Sweep { lopsided: true, dtypes: vec![Precision::Bf16], ..Sweep::papers() };
         let points = sweep.points().unwrap();
-        assert_eq!(points.len(), 50);
+        assert_eq!(points.len(), 60);
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s77/b212/h32/kv32");
         assert_eq!(points[18].to_string(), "fwd/bf16/d64/full/s128x16384/b1/h32/kv8");
-        assert_eq!(points[49].family(), "fwd-bf16-d128-full-lopsided");
+        assert_eq!(points[29].to_string(), "fwd/bf16/d64/full/s16x131072/b1/h8/kv1");
+        assert_eq!(points[59].family(), "fwd-bf16-d128-full-lopsided");
         assert_eq!(points.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
         let fp8 = Sweep { dtypes: vec![Precision::E4m3], ..sweep };
         assert!(fp8.points().unwrap_err().to_string().contains("--dtypes bf16,f16"));

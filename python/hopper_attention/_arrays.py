@@ -349,7 +349,7 @@ def _forward(
     problem: abi.ForwardProblem, like: Any, exports: dict, out: Any, lse_out: Any, max_logits_out: Any, stream: Any
 ) -> Any:
     """Runs a forward pass on inputs by their names. Outputs are those of the caller, or new ones."""
-    plan = plans().get(exports["q"].device, problem)
+    plan = _plan(problem, like, exports["q"].device)
     o_shape, lse_shape = output_shapes(exports["q"].shape, exports["v"].shape)
     exports = dict(exports)
     out, exports["o"] = _output("out", out, like, o_shape, False, stream)
@@ -361,6 +361,19 @@ def _forward(
     _run(plan, like, exports, stream)
     made = (out, *([lse_out] if problem.lse else []), *([max_logits_out] if problem.max_logits else []))
     return made if len(made) > 1 else out
+
+
+def _plan(problem: abi.ForwardProblem, like: Any, device: int) -> abi.Plan:
+    """The plan of a forward problem. Where no scratch memory can be allocated, one that needs none, if there is one."""
+    plan = plans().get(device, problem)
+    if not plan.workspace_bytes or _numpy_of(like) is not None:
+        return plan
+    limited = type(problem).from_buffer_copy(problem)
+    limited.workspace_limit = 1
+    try:
+        return plans().get(device, limited)
+    except abi.HattnError:
+        return plan
 
 
 def _run(plan: abi.Plan, like: Any, exports: dict, stream: Optional[int]) -> None:

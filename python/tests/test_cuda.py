@@ -155,7 +155,7 @@ class Torch(OnGpu):
         self.assertRaisesRegex(abi.HattnError, words, attention, *leaves, sm_margin=all_of_them)
 
     def test_a_limit_of_the_workspace(self):
-        """The forward pass needs nearly none. Gradients name what they need."""
+        """This forward pass needs nearly none. Gradients name what they need."""
         leaves = self.tensors()
         want = attention(*leaves, causal=True)
         gradients = torch.autograd.grad(want, leaves, torch.ones_like(want))

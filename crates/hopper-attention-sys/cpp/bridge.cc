@@ -24,7 +24,11 @@ rust::Vec<Info> rows(Table<TableRow<Info, Params>> const& table) noexcept {
 
 template <class Row>
 Status prepare(Table<Row> const& table, std::uint32_t row) noexcept {
-  return row < table.size ? table.rows[row].prepare() : Status{StatusCode::NoSuchRow, static_cast<std::int32_t>(row)};
+  if (row >= table.size) {
+    return {StatusCode::NoSuchRow, static_cast<std::int32_t>(row)};
+  }
+  Status const status = table.rows[row].prepare();  // first: it says if the driver is too old
+  return status.code == StatusCode::Ok ? prepare_fill() : status;
 }
 
 template <class Row, class Params>

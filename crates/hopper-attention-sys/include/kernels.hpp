@@ -88,4 +88,7 @@ Table<FwdRow> fwd_table() noexcept;
 Table<BwdRow> bwd_table() noexcept;
 Table<QuantizeRow> quantize_table() noexcept;
 
+// Loads the kernels that launches of any row may need (kernels/common/fill.hpp) on the current device.
+Status prepare_fill() noexcept;
+
 }  // namespace hattn

@@ -316,13 +316,21 @@ mod ffi {
         /// CTAs of the grid. A tile is `tile_m` queries of one query head.
         /// - sm90: the multiprocessors that the plan uses, or the tiles where they are fewer. A CTA computes one tile after
         ///   another. Where CTAs share tiles (`shares` above 1, and rows with tiles of 64 queries): the tiles times
-        ///   `shares`. A CTA computes one share of a tile.
+        ///   `shares` and `splits`. A CTA computes one share of a tile.
         /// - sm80: the number of tiles, or no fewer where a launch reads lengths from memory (`sequences`). A CTA computes
         ///   one tile.
         grid: i32,
         /// CTAs that share a tile's keys, as a cluster: at least 1, and at most `most_shares` of the row. Above 1
         /// there is no `tile_counter`.
         shares: i32,
+        /// Clusters that share a tile's keys: at least 1. Above 1 there are `split_sums`, and `shares` is at least 2 where
+        /// tiles have 128 queries.
+        splits: i32,
+        /// Device address in the workspace, a multiple of 16, of what clusters that share a tile leave for each other
+        /// (`kernels/sm90/fwd/shares.hpp`). 0 where `splits` is 1.
+        /// - `grid / splits` counters of 4 bytes, rounded up to a multiple of 16 in all. The launch zeroes them.
+        /// - Partial sums: `sums_bytes` of the row for each of the `grid / shares` clusters.
+        split_sums: u64,
         /// Heads in a group, at least 1. A head here is a (batch entry, query head) pair. The tile order lists the tiles group
         /// by group (`kernels/common/tile_scheduler.hpp`).
         heads_per_group: i32,
@@ -618,6 +626,8 @@ mod ffi {
         split_bytes: i32,
         /// CTAs of a cluster that may share a tile (`FwdParams::shares`, `BwdParams::cluster`). 1: none may.
         most_shares: i32,
+        /// Workspace of one cluster where several share a tile (`FwdParams::splits`), in bytes. 0: only one cluster may.
+        sums_bytes: i32,
         /// Whether the row takes sequences of lengths that the device knows (`Sequences`).
         packs: bool,
         /// Whether the row has code for modifiers of the scores.

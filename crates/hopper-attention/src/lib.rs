@@ -276,7 +276,7 @@ pub mod internal {
         row.has_one_tile()
     }
 
-    /// As `plan_with_row`, with so many CTAs that share a tile. More than the row allows are as many as it allows.
+    /// As `plan_with_row`, with so many CTAs of a cluster that share a tile. More than the row allows are as many as it allows.
     ///
     /// # Errors
     /// As `plan_with_row`.
@@ -287,7 +287,23 @@ pub mod internal {
         row: &crate::KernelInfo,
         shares: usize,
     ) -> crate::Result<crate::ForwardPlan> {
-        problem.plan_with_shares(device, row, shares)
+        problem.plan_with_shares(device, row, shares, 1)
+    }
+
+    /// The same with so many clusters that share a tile, at most 32. They have two CTAs or more where tiles have 128 queries. Where the
+    /// row allows one cluster, it is one.
+    ///
+    /// # Errors
+    /// As `plan_with_row`.
+    #[cfg(feature = "cuda")]
+    pub fn plan_with_splits(
+        problem: &crate::ForwardProblem,
+        device: &crate::CudaDevice,
+        row: &crate::KernelInfo,
+        shares: usize,
+        splits: usize,
+    ) -> crate::Result<crate::ForwardPlan> {
+        problem.plan_with_shares(device, row, shares, splits)
     }
 
     /// As `plan_with_row`, with tiles that are cut into so many shares, which the CTAs of a cluster have or not. More than the

@@ -31,6 +31,7 @@ pub struct KernelInfo {
     pub(crate) scores: DType,
     pub(crate) split_bytes: usize,
     pub(crate) most_shares: usize,
+    pub(crate) sums_bytes: usize,
     pub(crate) packs: bool,
     /// Whether the kernel takes dropout: of whole tensors, and where the device knows the lengths of sequences.
     pub(crate) drops: [bool; 2],
@@ -119,6 +120,11 @@ impl KernelInfo {
         self.most_shares
     }
 
+    /// Workspace that each cluster needs where several share a tile, in bytes. 0: only one may.
+    pub fn sums_bytes(&self) -> usize {
+        self.sums_bytes
+    }
+
     /// Whether the kernel takes packed sequences and used lengths.
     pub fn packs(&self) -> bool {
         self.packs
@@ -187,6 +193,7 @@ impl KernelInfo {
             scores: sys::scores(info.scores)?,
             split_bytes: count(info.split_bytes)?,
             most_shares: count(info.most_shares)?,
+            sums_bytes: count(info.sums_bytes)?,
             packs: info.packs,
             drops: [info.drops, info.drops_packed],
             adds_bias: [info.adds_bias, info.adds_bias_packed],
@@ -327,6 +334,7 @@ pub(crate) mod tests {
         scores: DType::F32,
         split_bytes: 0,
         most_shares: 1,
+        sums_bytes: 0,
         packs: false,
         drops: [false; 2],
         adds_bias: [false; 2],

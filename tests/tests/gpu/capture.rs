@@ -1,6 +1,6 @@
 //! CUDA graphs: a captured forward pass replayed on values that change in between.
 
-use hopper_attention::internal::plan_with_shares;
+use hopper_attention::internal::plan_with_splits;
 use hopper_attention::{Error, KernelInfo, Stream, Workspace};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, MODE, NO_FLAGS, OnDevice, same_bits};
@@ -24,19 +24,19 @@ fn replays_read_what_the_memory_then_holds() {
     // SAFETY: everything of this context object happens on one stream, in its order; nothing relies on events.
     unsafe { gpu.device.context().disable_event_tracking() };
     for row in gpu.rows() {
-        for shares in [1, 2, 8] {
+        for (shares, splits) in [(1, 1), (2, 1), (8, 1), (2, 2)] {
             if shares <= row.most_shares() {
-                with_dtype!(row.dtype(), replays(&gpu, &row, shares));
+                with_dtype!(row.dtype(), replays(&gpu, &row, [shares, splits]));
             }
         }
     }
 }
 
-fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo, shares: usize) {
+fn replays<T: Poison>(gpu: &Gpu, row: &KernelInfo, [shares, splits]: [usize; 2]) {
     // The default stream cannot be captured.
     let stream = gpu.device.context().new_stream().unwrap();
     let first = prepared::<T>(row, 1);
-    let plan = plan_with_shares(&first.problem, &gpu.device, row, shares).unwrap();
+    let plan = plan_with_splits(&first.problem, &gpu.device, row, shares, splits).unwrap();
     let mut workspace = Workspace::alloc(&Stream::Cuda(stream.clone()), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&stream, &first);
     stream.synchronize().unwrap();

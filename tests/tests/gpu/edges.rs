@@ -1,6 +1,6 @@
 //! Inputs at the edges through every kernel. `tests/tests/cpu_more/edges.rs` takes them through the CPU backend.
 
-use hopper_attention::internal::{plan_backward_with_shares, plan_with_shares};
+use hopper_attention::internal::{plan_backward_with_shares, plan_with_splits};
 use hopper_attention::{Arch, BackwardProblem, DType, KernelInfo, Mask, MaskClass, Scaling, Workspace, bf16, f16};
 use hopper_attention_tests::backward::Prepared as Backward;
 use hopper_attention_tests::blocks::Blocks;
@@ -62,7 +62,7 @@ fn named(name: &str, verdict: Verdict) -> Verdict {
     Verdict { wrong: verdict.wrong.map(|wrong| format!("{name}: {wrong}")), ..verdict }
 }
 
-/// Each row takes the case of its kind, and where tiles can be shared, once more with two shares.
+/// Each row takes the case of its kind, and where tiles can be shared, once more with two shares and with two clusters.
 fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
     for kind in kinds(rows, T::DTYPE) {
         let (mask, head_dims) = (kind[0].1.mask(), head_dims(&kind[0].1));
@@ -71,9 +71,11 @@ fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
             let mut on_device = OnDevice::new(&gpu.stream, &prepared);
             for (i, row) in &kind {
                 let whole = prepared.problem.plan_with_row(&gpu.device, row).expect("a plan of the row");
-                let shared = (row.most_shares() > 1)
-                    .then(|| plan_with_shares(&prepared.problem, &gpu.device, row, 2).expect("two shares"));
-                for plan in [Some(whole), shared].into_iter().flatten() {
+                let splits = if row.most_shares() > 1 { 1..3 } else { 0..0 };
+                let shared = splits.map(|splits| {
+                    plan_with_splits(&prepared.problem, &gpu.device, row, 2, splits).expect("a plan of the row")
+                });
+                for plan in [whole].into_iter().chain(shared) {
                     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
                     let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
                     runner.take(*i, &prepared.case, T::DTYPE, named(edge.name, verdict));
@@ -118,7 +120,7 @@ fn fits(rows: &[KernelInfo]) -> Vec<Case> {
 }
 
 fn extreme_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner) {
-    let mut workspace = Workspace::alloc(&gpu.lane(), 1 << 20).expect("device memory");
+    let mut workspace = Workspace::alloc(&gpu.lane(), 64 << 20).expect("device memory");
     let mut runs = 0;
     take_rows(
         runner,
@@ -130,7 +132,8 @@ fn extreme_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runn
         |row, prepared, on_device| {
             runs += 1;
             let shares = 1 + runs % row.most_shares().clamp(1, 2);
-            let plan = planned(plan_with_shares(&prepared.problem, &gpu.device, row, shares), row, &prepared.case)?;
+            let plan = plan_with_splits(&prepared.problem, &gpu.device, row, shares, 1 + runs / 2 % 2);
+            let plan = planned(plan, row, &prepared.case)?;
             Some(on_device.run(&gpu.stream, &mut workspace, &plan, prepared))
         },
         |prepared, on_device| on_device.check_inputs(&gpu.stream, prepared),
@@ -174,7 +177,7 @@ fn one_key_forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runn
         let mut on_device = OnDevice::new(&gpu.stream, &prepared);
         for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
             for shares in 1..=row.most_shares().min(2) {
-                let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares);
+                let plan = plan_with_splits(&prepared.problem, &gpu.device, row, shares, shares);
                 let Some(plan) = planned(plan, row, &prepared.case) else { continue };
                 let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
                 let ran = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared);
@@ -220,10 +223,10 @@ fn take_sums(gpu: &Gpu, rows: &[KernelInfo], make: fn(MaskClass, HeadDims, bool)
             let prepared = make(kind[0].1.mask(), head_dims(&kind[0].1), packed);
             let mut on_device = OnDevice::new(&gpu.stream, &prepared);
             for (i, row) in kind.iter().filter(|(_, row)| row.packs() || !packed) {
-                let most_shares = if packed { 1 } else { row.most_shares().min(2) };
-                for shares in 1..=most_shares {
-                    let plan =
-                        plan_with_shares(&prepared.problem, &gpu.device, row, shares).expect("a plan of the row");
+                let ways = if packed || row.most_shares() == 1 { vec![(1, 1)] } else { vec![(1, 1), (2, 1), (2, 2)] };
+                for (shares, splits) in ways {
+                    let plan = plan_with_splits(&prepared.problem, &gpu.device, row, shares, splits);
+                    let plan = plan.expect("a plan of the row");
                     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
                     let verdict = prepared.verdict_on(on_device.run(&gpu.stream, &mut workspace, &plan, &prepared));
                     runner.take(*i, &prepared.case, DType::BF16, verdict);

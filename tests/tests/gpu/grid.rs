@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hopper_attention::internal::plan_with_shares;
+use hopper_attention::internal::{plan_with_shares, plan_with_splits};
 use hopper_attention::{Arch, DType, Device, KernelInfo, Workspace, bf16, f16};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::{Gpu, OnDevice, planned, same_bits, take_rows};
@@ -13,10 +13,10 @@ use hopper_attention_tests::say;
 use crate::{mask_of, with_dtype};
 
 /// Scratch for every plan of a test, never cleaned: a kernel must not care what the last one left.
-const WORKSPACE_BYTES: usize = 1 << 20;
+const WORKSPACE_BYTES: usize = 256 << 20;
 
-/// Runs cases through all rows that take them. Where a row's tiles can be shared, each second case has 1 to 8 shares in turn,
-/// whatever the plan would choose.
+/// Runs cases through all rows that take them. Where a row's tiles can be shared, each second case has 1 to 8 shares in turn, in one
+/// to three clusters, whatever the plan would choose.
 pub(crate) fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], runner: &mut Runner) {
     let mut runs = 0;
     let mut workspace = Workspace::alloc(&gpu.lane(), WORKSPACE_BYTES).unwrap();
@@ -28,7 +28,10 @@ pub(crate) fn run<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], cases: &[Case], run
             let problem = &prepared.problem;
             runs += usize::from(row.most_shares() > 1);
             let plan = match runs % 2 == 1 && row.most_shares() > 1 {
-                true => plan_with_shares(problem, &gpu.device, row, 1 + runs / 2 % row.most_shares()),
+                true => {
+                    let [shares, splits] = [runs / 2 % row.most_shares(), runs / 2 / row.most_shares() % 3];
+                    plan_with_splits(problem, &gpu.device, row, 1 + shares, 1 + splits)
+                }
                 false => problem.plan_with_row(&gpu.device, row),
             };
             let plan = planned(plan, row, &prepared.case)?;
@@ -128,27 +131,27 @@ fn broken<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
 fn shares_of_a_tile_give_the_same_bits() {
     let Some(gpu) = Gpu::open("shares_of_a_tile_give_the_same_bits") else { return };
     let runs = if Grid::from_env() == Grid::Full { 100 } else { 5 };
-    for row in gpu.rows() {
+    for row in gpu.rows().into_iter().filter(|row| row.most_shares() > 1) {
         for shares in 1..=row.most_shares() {
-            if row.most_shares() > 1 {
-                with_dtype!(row.dtype(), repeats(&gpu, &row, shares, runs));
+            for splits in [1, 3] {
+                with_dtype!(row.dtype(), repeats(&gpu, &row, [shares, splits], runs));
             }
         }
     }
 }
 
-fn repeats<T: Poison>(gpu: &Gpu, row: &KernelInfo, shares: usize, runs: usize) {
+fn repeats<T: Poison>(gpu: &Gpu, row: &KernelInfo, [shares, splits]: [usize; 2], runs: usize) {
     let mut case = Case::new(64, 1024, row.head_dim_qk(), mask_of(row.mask())).heads(1, 16, 16);
     case.dims.head_dim_vo = row.head_dim_vo();
     let prepared = Prepared::<T>::new(&case);
-    let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).unwrap();
+    let plan = plan_with_splits(&prepared.problem, &gpu.device, row, shares, splits).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, &prepared);
     let mut run = || on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
     let first = run();
     let report = prepared.judge(&first);
-    assert!(report.passed(), "{row}, {shares} shares: {report}");
+    assert!(report.passed(), "{row}, {shares} shares, {splits} clusters: {report}");
     for number in 1..runs {
-        assert!(same_bits(&first, &run()), "{row}, {shares} shares: run {number} gave other bits");
+        assert!(same_bits(&first, &run()), "{row}, {shares} shares, {splits} clusters: run {number} gave other bits");
     }
 }

@@ -1,6 +1,6 @@
 //! Attention sinks on a GPU: every row, dense and packed, both passes, FP8, tiles that CTAs share.
 
-use hopper_attention::internal::plan_with_shares;
+use hopper_attention::internal::plan_with_splits;
 use hopper_attention::{Device, KernelInfo, MaskClass, Stream, Workspace, bf16};
 use hopper_attention_tests::backward;
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
@@ -74,12 +74,12 @@ fn shared<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
         case.sinks = sinks;
         let prepared = Prepared::<T>::new(&case);
         let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-        for shares in 1..=row.most_shares() {
-            let plan = plan_with_shares(&prepared.problem, &gpu.device, row, shares).unwrap();
+        for (shares, splits) in (1..=row.most_shares()).map(|shares| (shares, 1)).chain([(2, 2), (2, 3)]) {
+            let plan = plan_with_splits(&prepared.problem, &gpu.device, row, shares, splits).unwrap();
             let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
             let outputs = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
             let report = prepared.judge(&outputs);
-            assert!(report.passed(), "{row}, {shares} shares, {case}: {report}");
+            assert!(report.passed(), "{row}, {shares} shares, {splits} clusters, {case}: {report}");
         }
     }
 }

@@ -65,16 +65,21 @@ fn lent<R: Debug>(
 #[test]
 fn a_forward_pass_takes_the_callers_memory() {
     let Some(gpu) = Gpu::open("a_forward_pass_takes_the_callers_memory") else { return };
-    // More tiles than multiprocessors under a mask, so that tiles are drawn from a counter.
-    let prepared = Prepared::<bf16>::new(&Case::new(70, 90, 64, Mask::causal()).heads(20, 8, 2));
-    let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
-    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
-    lent(&gpu, plan.workspace_bytes(), gpu::same_bits, |workspace| {
-        on_device.poison(&gpu.stream, &prepared);
-        let ran = plan.run(&gpu.lane(), workspace, on_device.args(&prepared));
-        assert!(ran.is_ok() || on_device.untouched(&gpu.stream, &prepared), "a refused run wrote something");
-        ran.map(|()| on_device.outputs(&gpu.stream, &prepared).unwrap())
-    });
+    // Many tiles for each multiprocessor under a mask, which are drawn from a counter; and few queries on many keys, where clusters
+    // sum a tile.
+    let drawn = Case::new(300, 333, 64, Mask::causal()).heads(40, 8, 2);
+    let summed = Case::new(7, 40000, 128, Mask::Full).heads(1, 2, 1);
+    for case in [drawn, summed] {
+        let prepared = Prepared::<bf16>::new(&case);
+        let plan = prepared.problem.plan(&Device::Cuda(gpu.device.clone())).unwrap();
+        let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+        lent(&gpu, plan.workspace_bytes(), gpu::same_bits, |workspace| {
+            on_device.poison(&gpu.stream, &prepared);
+            let ran = plan.run(&gpu.lane(), workspace, on_device.args(&prepared));
+            assert!(ran.is_ok() || on_device.untouched(&gpu.stream, &prepared), "a refused run wrote something");
+            ran.map(|()| on_device.outputs(&gpu.stream, &prepared).unwrap())
+        });
+    }
 }
 
 #[test]

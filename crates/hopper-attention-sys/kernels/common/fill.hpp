@@ -5,9 +5,6 @@
 
 namespace hattn {
 
-// Loads the kernel on the current device.
-Status prepare_fill() noexcept;
-
 // O = 0 and LSE = -inf. With sinks LSE is the sink of the head (common/sinks.hpp).
 Status launch_fill_empty(FwdParams const& params, CUstream_st* stream) noexcept;
 

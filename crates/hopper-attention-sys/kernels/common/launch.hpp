@@ -16,11 +16,10 @@
 
 namespace hattn {
 
-// Loads a row's kernel and those of fill.hpp on the current device. The kernel's limit of shared memory is raised.
+// Loads a kernel on the current device, and raises its limit of shared memory.
 template <class Kernel>
 Status prepare_kernel(Kernel* kernel, int smem_bytes) noexcept {
-  cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  return error == cudaSuccess ? prepare_fill() : to_status(error);
+  return to_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
 }
 
 // The same for the three kernels of a backward. `main` is the one in the middle.

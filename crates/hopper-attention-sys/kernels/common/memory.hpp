@@ -31,6 +31,13 @@ CUTE_DEVICE void add_release(unsigned* address, unsigned value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Adds, and gives what was there before. What others have released is visible afterwards.
+CUTE_DEVICE int add_acquire_release(int* address, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
 // Adds four numbers in one access, on sm_90 and later. `address` is a multiple of 16.
 CUTE_DEVICE void add_four(float* address, float4 const& values) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values.x), "f"(values.y),

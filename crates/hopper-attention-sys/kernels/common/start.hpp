@@ -36,6 +36,7 @@ struct Start {
   cudaStream_t stream;
   int cluster = 1;  // CTAs of a cluster; the grid is a multiple of it
   bool overlaps = false;
+  int splits = 1;  // the grid's second dimension
 };
 
 // What goes wrong is seen by cudaGetLastError.
@@ -54,7 +55,7 @@ void start_kernel(Start const& start, Kernel* kernel, Args const&... args) noexc
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = start.grid;
+  config.gridDim = dim3(start.grid, start.splits);
   config.blockDim = start.threads;
   config.dynamicSmemBytes = start.smem_bytes;
   config.stream = start.stream;

@@ -93,8 +93,7 @@ Status prepare() noexcept {
   Residency::of_driver();
   Status status = load_kernel(publish_counts);
   status = is_ok(status) ? load_kernel(write_factors_of_zeros) : status;
-  status = is_ok(status) ? prepare_schedule() : status;
-  return is_ok(status) ? prepare_fill() : status;
+  return is_ok(status) ? prepare_schedule() : status;
 }
 
 // Bit `number` of the signs: the top bit of SplitMix64's output of it.

@@ -62,6 +62,8 @@ impl Launch for ForwardPlan {
             tile_counter: counter.map_or(0, |offset| args.workspace + offset as u64),
             split_tiles: 0,
             shares: 1,
+            splits: 1,
+            split_sums: 0,
             ..params
         };
         launch(&fallback.kernel, &behind)
@@ -157,6 +159,8 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         edges: edges(&choice.bounds),
         grid: choice.grid,
         shares: choice.shares,
+        splits: choice.splits,
+        split_sums: part(parts.split_sums),
         heads_per_group: choice.heads_per_group,
         groups: choice.groups,
         tile_counter: part(parts.tile_counter),

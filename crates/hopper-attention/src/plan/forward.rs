@@ -17,7 +17,7 @@ use crate::problem::ForwardProblem;
 use crate::sys;
 use crate::table::{KernelInfo, kernels};
 #[cfg(feature = "cuda")]
-use crate::{arch::Pass, plan::select::select_row};
+use crate::{arch::Pass, plan::key_shares::Sharing, plan::select::select_row};
 
 /// How one device computes one forward problem.
 ///
@@ -69,10 +69,17 @@ impl ForwardProblem {
         self.plan_chosen(device, select_row(self, &device.info().facts, row, None, kernels())?)
     }
 
-    /// As [`plan_with_row`](Self::plan_with_row), with so many shares of a tile, where the row's tiles can be shared.
+    /// As [`plan_with_row`](Self::plan_with_row), with so many shares of a tile in so many clusters, where the row's tiles can be shared.
     #[cfg(feature = "cuda")]
-    pub(crate) fn plan_with_shares(&self, device: &CudaDevice, row: &KernelInfo, shares: usize) -> Result<ForwardPlan> {
-        self.plan_chosen(device, select_row(self, &device.info().facts, row, Some(shares), kernels())?)
+    pub(crate) fn plan_with_shares(
+        &self,
+        device: &CudaDevice,
+        row: &KernelInfo,
+        shares: usize,
+        splits: usize,
+    ) -> Result<ForwardPlan> {
+        let sharing = Sharing { shares, splits };
+        self.plan_chosen(device, select_row(self, &device.info().facts, row, Some(sharing), kernels())?)
     }
 
     #[cfg(feature = "cuda")]

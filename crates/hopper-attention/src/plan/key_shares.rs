@@ -1,7 +1,8 @@
 //! How long a forward pass takes on sm90, and how many CTAs share the keys of a tile.
 //!
 //! A tile visits blocks of keys. The CTAs of a cluster can share a tile: each visits some of the blocks, and they sum what they
-//! have at the end. That pays where there are fewer tiles than multiprocessors, and a tile visits many blocks.
+//! have at the end. That pays where there are fewer tiles than multiprocessors, and a tile visits many blocks. Several clusters
+//! can share a tile, too. They sum through the workspace, which takes longer, but fills GPUs that clusters of one size do not.
 //!
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 73), at head dim 96 and above 128 an estimate. That of e4m3
 //! operands is a fit to 108 points (`Costs::of_e4m3`). All its times are in microseconds.
@@ -26,6 +27,59 @@ const WORTH: f64 = 0.03;
 const PRODUCTS: f64 = 2048.0 * 1600.0;
 /// Of more tiles in a head, so many are looked at.
 const LOOKED_AT: usize = 128;
+/// The most clusters that share a tile.
+const MOST_SPLITS: usize = 32;
+/// Blocks of a CTA whose copies are begun early enough to hide what loads take longer than products.
+const HIDDEN: usize = 8;
+
+/// How a tile's keys are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sharing {
+    /// CTAs of a cluster. 1: there are no clusters.
+    pub shares: usize,
+    /// Clusters. Above 1 they sum through the workspace.
+    pub splits: usize,
+}
+
+impl Sharing {
+    /// A CTA has the whole tile.
+    pub const NONE: Self = Self::cluster(1);
+
+    /// One cluster has the tile.
+    pub const fn cluster(shares: usize) -> Self {
+        Self { shares, splits: 1 }
+    }
+
+    /// The nearest that a kernel can do.
+    pub fn of_kernel(self, kernel: &KernelInfo) -> Self {
+        let splits = if kernel.sums_bytes == 0 { 1 } else { self.splits.clamp(1, MOST_SPLITS) };
+        let least = if splits > 1 { least_shares(ways(kernel)) } else { 1 };
+        Self { shares: self.shares.clamp(1, kernel.most_shares.max(1)).max(least), splits }
+    }
+
+    /// CTAs that share a tile.
+    pub fn ctas(self) -> usize {
+        self.shares * self.splits
+    }
+
+    /// The workspace that a launch of so many tiles needs for the clusters' sums.
+    pub fn workspace_bytes(self, kernel: &KernelInfo, tiles: usize) -> usize {
+        if self.splits <= 1 {
+            return 0;
+        }
+        (size_of::<i32>() * tiles * self.shares).next_multiple_of(16) + tiles * self.splits * kernel.sums_bytes
+    }
+}
+
+/// Warpgroups of a CTA that share a tile's keys.
+fn ways(kernel: &KernelInfo) -> usize {
+    if kernel.has_one_tile() { 2 } else { 1 }
+}
+
+/// The fewest CTAs of a cluster, of several that share a tile: each has some of the columns, and at most half of them.
+fn least_shares(ways: usize) -> usize {
+    2 / ways
+}
 
 /// The work of a launch.
 #[derive(Clone, Debug)]
@@ -39,9 +93,9 @@ pub(super) struct Work {
     drawn: bool,
     /// Whether there may be no more CTAs than multiprocessors, since others have the rest.
     is_bounded: bool,
-    most_shares: usize,
-    /// Warpgroups of a CTA that share a tile's keys.
-    ways: usize,
+    kernel: KernelInfo,
+    /// The most bytes that the workspace may have.
+    most_bytes: u64,
     costs: Costs,
 }
 
@@ -64,6 +118,10 @@ struct Costs {
     /// What a block takes more where all multiprocessors work. The two warpgroups of a tile of 64 queries read other blocks, so
     /// that twice as many bytes come from the second-level cache.
     crowd: f64,
+    /// What a block behind the first [`HIDDEN`] takes more, for the same reason.
+    long: f64,
+    /// What clusters take to sum a tile through the workspace: in any case, the zeroing of the counters with it, and for each cluster.
+    splits: [f64; 2],
 }
 
 impl Costs {
@@ -89,7 +147,10 @@ impl Costs {
                 (_, 65.., _) => [0.90, 0.71, 2.16, 0.0, 0.0, 0.0],
                 (_, _, _) => [0.90, 1.97, 2.62, 0.9, 0.6, 0.52],
             };
-        Self { block, border, start, sums: [clusters, warpgroups], crowd }
+        // A fit to an H200 (benches/LOG.md, entry 85).
+        let long = if kernel.has_one_tile() && kernel.head_dim_vo > 96 { 0.2 } else { 0.0 };
+        let splits = if kernel.head_dim_vo <= 64 { [2.5, 0.4] } else { [4.0, 0.5] };
+        Self { block, border, start, sums: [clusters, warpgroups], crowd, long, splits }
     }
 
     /// Of e4m3 operands, with head dims up to 128. A fit to what the kernels of 2026-11-26 took on an H100 at few heads (60 points),
@@ -110,7 +171,7 @@ impl Costs {
         };
         let border = if kernel.mask == MaskClass::Full { border } else { border + edge };
         let start = if in_f16 { start + BEHIND } else { start };
-        Self { block, border, start, sums: [clusters, 0.0], crowd: 0.0 }
+        Self { block, border, start, sums: [clusters, 0.0], crowd: 0.0, long: 0.0, splits: [0.0; 2] }
     }
 
     /// Of a kernel with a head dim above 128, whose tiles are never shared. Not a fit: the tensor cores limit such a kernel, and
@@ -121,7 +182,7 @@ impl Costs {
         let products = kernel.tile_m * kernel.tile_n * (kernel.head_dim_qk + kernel.head_dim_vo);
         let narrow = if kernel.tile_n <= 64 { 1.03 } else { 1.0 };
         let block = products as f64 / PRODUCTS * narrow;
-        Self { block, border: 3.5, start: 2.5, sums: [0.0, 0.0], crowd: 0.0 }
+        Self { block, border: 3.5, start: 2.5, sums: [0.0, 0.0], crowd: 0.0, long: 0.0, splits: [0.0; 2] }
     }
 }
 
@@ -154,10 +215,14 @@ impl Work {
             let step = of_head.div_ceil(LOOKED_AT).max(1);
             (0..of_head).rev().step_by(step).map(|tile| visits(kernel, dims, bounds, tile)).collect()
         };
-        let ways = if kernel.has_one_tile() { 2 } else { 1 };
         let tiles = of_head.saturating_mul(dims.batch * dims.heads_q).min(1 << 40);
-        let (most_shares, costs) = (kernel.most_shares, Costs::of(kernel));
-        Self { visits, tiles, multiprocessors, drawn, is_bounded: false, most_shares, ways, costs }
+        let (kernel, costs) = (*kernel, Costs::of(kernel));
+        Self { visits, tiles, multiprocessors, drawn, is_bounded: false, kernel, most_bytes: u64::MAX, costs }
+    }
+
+    /// The same where the workspace has at most so many bytes.
+    pub(super) fn within(self, most_bytes: Option<u64>) -> Self {
+        Self { most_bytes: most_bytes.unwrap_or(u64::MAX), ..self }
     }
 
     /// Whether the tiles of a head go from long to short, in the order of the list. (By a block more or less: where a window's
@@ -176,31 +241,41 @@ impl Work {
         Self { is_bounded: true, ..self }
     }
 
-    /// The time that the launch takes with so many shares of each tile. Infinite: it may not have so many.
-    pub(super) fn time_of(&self, shares: usize) -> f64 {
-        let Costs { block, border, start, sums: [clusters, warpgroups], crowd } = self.costs;
+    /// The time that the launch takes where tiles are shared so. Infinite: they may not be.
+    pub(super) fn time_of(&self, sharing: Sharing) -> f64 {
+        let Sharing { shares, splits } = sharing;
+        let ways = ways(&self.kernel);
+        let Costs { block, border, start, sums: [clusters, warpgroups], crowd, long, splits: [summing, each] } =
+            self.costs;
         let most = self.visits.iter().copied().max().unwrap_or(1);
         let mean = |of: &dyn Fn(usize) -> usize| {
             self.visits.iter().map(|&visits| of(visits) as f64).sum::<f64>() / self.visits.len().max(1) as f64
         };
-        if shares > 1 || self.ways > 1 {
+        if shares > 1 || ways > 1 {
             let at_a_time = clusters_at_a_time(self.multiprocessors, shares);
             // A CTA computes one share and ends. The GPU may be too small for such a cluster.
-            if at_a_time == 0 || (self.is_bounded && self.tiles * shares > self.multiprocessors) {
+            if at_a_time == 0 || (self.is_bounded && self.tiles * sharing.ctas() > self.multiprocessors) {
                 return f64::INFINITY;
             }
-            let parts = self.ways * shares;
-            let block = block + crowd * ((self.tiles * shares) as f64 / self.multiprocessors as f64).min(1.0);
+            let parts = ways * sharing.ctas();
+            let block = block + crowd * ((self.tiles * sharing.ctas()) as f64 / self.multiprocessors as f64).min(1.0);
             let fixed = start + border + if shares > 1 { clusters } else { warpgroups };
-            let longest = most.div_ceil(parts) as f64 * block + fixed;
+            let blocks = most.div_ceil(parts);
+            let longest = blocks as f64 * block + blocks.saturating_sub(HIDDEN) as f64 * long + fixed;
+            if splits > 1 {
+                // Such a launch is for GPUs that are not full.
+                let fits = self.tiles * splits <= at_a_time
+                    && sharing.workspace_bytes(&self.kernel, self.tiles) as u64 <= self.most_bytes;
+                return if fits { LAUNCH + longest + summing + splits as f64 * each } else { f64::INFINITY };
+            }
             if self.tiles <= at_a_time {
                 return LAUNCH + longest;
             }
             if self.visits.iter().all(|&visits| visits == most) {
                 return LAUNCH + self.tiles.div_ceil(at_a_time) as f64 * longest;
             }
-            let each = mean(&|visits| visits.div_ceil(parts)) * block + fixed;
-            return LAUNCH + (each * self.tiles as f64 / at_a_time as f64).max(longest) + LATE * longest;
+            let of_each = mean(&|visits| visits.div_ceil(parts)) * block + fixed;
+            return LAUNCH + (of_each * self.tiles as f64 / at_a_time as f64).max(longest) + LATE * longest;
         }
         let longest = most as f64 * block + border;
         if self.tiles <= self.multiprocessors {
@@ -214,15 +289,25 @@ impl Work {
         LAUNCH + COUNTER + start + all.max(longest) + LATE * longest
     }
 
-    /// The number of CTAs that share a tile, which takes the least time, and that time.
-    pub(super) fn best(&self) -> (usize, f64) {
-        let whole = self.time_of(1);
-        let most = self.visits.iter().copied().max().unwrap_or(1).min(self.most_shares).min(LARGEST_CLUSTER);
-        let best = (2..=most).map(|shares| (shares, self.time_of(shares))).min_by(|a, b| a.1.total_cmp(&b.1));
-        match best {
-            Some((shares, time)) if time < whole * (1.0 - WORTH) => (shares, time),
-            _ => (1, whole),
+    /// How tiles are shared so that the launch takes the least time, and that time.
+    pub(super) fn best(&self) -> (Sharing, f64) {
+        let blocks = self.visits.iter().copied().max().unwrap_or(1);
+        let most = blocks.min(self.kernel.most_shares).min(LARGEST_CLUSTER);
+        let timed = |sharing| (sharing, self.time_of(sharing));
+        let worth = |best: (Sharing, f64), other: Option<(Sharing, f64)>| match other {
+            Some(other) if other.1 < best.1 * (1.0 - WORTH) => other,
+            _ => best,
+        };
+        let least = |a: &(Sharing, f64), b: &(Sharing, f64)| a.1.total_cmp(&b.1);
+        let one = worth(timed(Sharing::NONE), (2..=most).map(Sharing::cluster).map(timed).min_by(least));
+        if self.kernel.sums_bytes == 0 {
+            return one;
         }
+        let several = (least_shares(ways(&self.kernel))..=most).flat_map(|shares| {
+            let clusters = self.multiprocessors / (self.tiles * shares).max(1);
+            (2..=clusters.min(MOST_SPLITS).min(blocks / shares)).map(move |splits| Sharing { shares, splits })
+        });
+        worth(one, several.map(timed).min_by(least))
     }
 }
 
@@ -255,7 +340,7 @@ mod tests {
             modifiers: Modifiers::Either,
             ..ROW
         };
-        Work::new(&row, dims, Bounds::of(&problem), 132, class != MaskClass::Full).best().0
+        Work::new(&row, dims, Bounds::of(&problem), 132, class != MaskClass::Full).best().0.shares
     }
 
     fn square(heads: usize, seqlen: usize, head_dim: usize) -> Dims {
@@ -297,7 +382,7 @@ mod tests {
         assert!(narrow.has_one_tile() && !wide.has_one_tile() && !row(64, 1).has_one_tile());
         // 64 tiles of 128 queries, or 128 of 64; 16 or 32; then twice as many of 64 as run at a time.
         assert!(time(16, 512, narrow).1 < time(16, 512, wide).1);
-        assert_eq!(time(4, 512, narrow).0, 2);
+        assert_eq!(time(4, 512, narrow).0, Sharing::cluster(2));
         assert!(time(32, 512, narrow).1 > time(32, 512, wide).1);
         assert!(time(16, 4096, narrow).1 > time(16, 4096, wide).1);
     }
@@ -312,7 +397,7 @@ mod tests {
                 let row = KernelInfo { mask: MaskClass::Full, ..row(tile_n) };
                 Work::new(&row, dims, Bounds::of(&problem), 132, false).best()
             };
-            assert_eq!((time(64).0, time(80).0), (1, 1), "such tiles are never shared");
+            assert_eq!([time(64).0, time(80).0], [Sharing::NONE; 2], "such tiles are never shared");
             if time(80).1 <= time(64).1 { 80 } else { 64 }
         };
         // 512 keys are 7 blocks of 80, of which the last is nearly empty, or 8 of 64.
@@ -326,8 +411,9 @@ mod tests {
         let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
         let row = KernelInfo { tile_m: 128, tile_n: 128, most_shares: 8, head_dim_vo: 128, ..ROW };
         for multiprocessors in [1, 2, 4, 6, 7, 8, 16, 78, 114, 132] {
-            let (shares, time) = Work::new(&row, dims, Bounds::of(&problem), multiprocessors, false).best();
-            assert!((1..=multiprocessors.min(8)).contains(&shares) && time.is_finite(), "{multiprocessors}: {shares}");
+            let (sharing, time) = Work::new(&row, dims, Bounds::of(&problem), multiprocessors, false).best();
+            let possible = sharing.splits == 1 && (1..=multiprocessors.min(8)).contains(&sharing.shares);
+            assert!(possible && time.is_finite(), "{multiprocessors}: {sharing:?}");
         }
     }
 
@@ -339,7 +425,54 @@ mod tests {
         let work = Work::new(&row, long, Bounds::of(&problem), 132, true);
         assert_eq!((work.visits.len(), work.tiles, work.visits.iter().max()), (128, 8192, Some(&8192)));
         let none = Work::new(&row, Dims { batch: 0, seqlen_q: 0, ..long }, Bounds::of(&problem), 132, true);
-        assert_eq!(none.best().0, 1);
+        assert_eq!(none.best().0, Sharing::NONE);
+    }
+
+    #[test]
+    fn clusters_share_tiles_where_one_size_leaves_the_gpu_half_empty() {
+        let row = |tile_m, most_shares, sums_bytes| KernelInfo {
+            mask: MaskClass::Full,
+            tile_m,
+            tile_n: 128,
+            most_shares,
+            head_dim_vo: 128,
+            sums_bytes,
+            ..ROW
+        };
+        let best = |heads, queries, keys, row: KernelInfo, limit: Option<u64>| {
+            let dims = square(heads, queries, 128).with_seqlen_kv(keys);
+            let problem = ForwardProblem::builder(DType::BF16, dims).build().unwrap();
+            Work::new(&row, dims, Bounds::of(&problem), 132, false).within(limit).best().0
+        };
+        let wide = row(128, 8, 73728);
+        // 32 tiles: 39 clusters of three run at a time, or 66 of two.
+        assert_eq!(best(32, 128, 16384, wide, None), Sharing { shares: 2, splits: 2 });
+        assert_eq!(best(32, 128, 16384, row(128, 8, 0), None), Sharing::cluster(3));
+        // Eight tiles on 32k keys, of 64 queries or fewer: 64 CTAs in the largest clusters.
+        let narrow = best(8, 1, 32768, row(64, 4, 40960), None);
+        assert!(narrow.ctas() * 8 > 100 && narrow.shares <= 4, "{narrow:?}");
+        // Few keys, and tiles that fill the GPU in clusters of one size.
+        assert_eq!(best(32, 128, 512, wide, None).splits, 1);
+        assert_eq!(best(64, 128, 16384, wide, None), Sharing::cluster(2));
+        // The workspace: 64 counters, and two sums of each tile.
+        let bytes = Sharing { shares: 2, splits: 2 }.workspace_bytes(&wide, 32);
+        assert_eq!((bytes, Sharing::cluster(8).workspace_bytes(&wide, 32)), (256 + 64 * 73728, 0));
+        let within = |bytes: usize| best(32, 128, 16384, wide, Some(bytes as u64));
+        assert_eq!((within(bytes).splits, within(bytes - 1)), (2, Sharing::cluster(3)));
+    }
+
+    #[test]
+    fn a_kernel_is_asked_for_what_it_can_do() {
+        let wide = KernelInfo { tile_m: 128, most_shares: 8, sums_bytes: 1, ..ROW };
+        let narrow = KernelInfo { tile_m: 64, most_shares: 4, ..wide };
+        let of = |shares, splits, row: &KernelInfo| {
+            let sharing = Sharing { shares, splits }.of_kernel(row);
+            [sharing.shares, sharing.splits]
+        };
+        assert_eq!([of(1, 3, &wide), of(3, 3, &wide), of(9, 99, &wide)], [[2, 3], [3, 3], [8, 32]]);
+        assert_eq!([of(1, 3, &narrow), of(9, 0, &narrow)], [[1, 3], [4, 1]]);
+        assert_eq!(of(2, 2, &KernelInfo { sums_bytes: 0, ..wide }), [2, 1]);
+        assert_eq!(of(2, 2, &ROW), [1, 1]);
     }
 
     /// `visits` beside the mask's definition.

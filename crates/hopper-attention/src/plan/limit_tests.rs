@@ -152,7 +152,8 @@ fn e4m3_tiles_are_split_within_the_limit() {
     }
 }
 
-/// Shares of a forward pass in 16 bits are summed in shared memory, so that a limit leaves them.
+/// Clusters that share a tile of a forward pass in 16 bits sum through the workspace. The CTAs of a cluster do not, so that a limit
+/// leaves them.
 #[test]
 fn a_forward_in_16_bits_keeps_its_shares() {
     let row = KernelInfo { mask: MaskClass::Full, tile_n: 128, most_shares: 4, ..ROW };
@@ -160,6 +161,14 @@ fn a_forward_in_16_bits_keeps_its_shares() {
     let free = select(&problem, &H100, &[row]).unwrap();
     assert_eq!((free.shares > 1, free.workspace_bytes()), (true, 0));
     assert_eq!(forward(&problem, 0, &[row]), Ok(free));
+    let several = KernelInfo { sums_bytes: 73728, ..row };
+    let cut = select(&problem, &H100, &[several]).unwrap();
+    let bytes = cut.workspace_bytes();
+    assert!(cut.splits > 1 && bytes > 73728, "{cut}");
+    assert_eq!(forward(&problem, bytes as u64, &[several]), Ok(cut));
+    let within = forward(&problem, bytes as u64 - 1, &[several]).unwrap();
+    assert!(within.workspace_bytes() < bytes, "{within}");
+    assert_eq!(forward(&problem, 0, &[several]), Ok(Choice { kernel: several, ..free }));
 }
 
 #[test]

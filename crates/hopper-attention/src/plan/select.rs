@@ -7,6 +7,8 @@
 //!   block. A *key block* is `tile_n` keys.
 //! - The *tile order* is the list of all tiles. The CTAs walk the list: they take its tiles from the first to the last, either
 //!   by index or by drawing. A *round* is `grid` tiles of the list.
+//! - A *share* of a tile is some of its key blocks, which one CTA of a cluster visits. Where several clusters share a tile, each
+//!   has a *split* of it. (Other are the tiles of FP8 that are *split*: see [`Choice::split_tiles`].)
 //! - To *draw* a tile is to take the next one of the list with a counter in the workspace.
 //!   `hopper-attention-sys/kernels/common/tile_scheduler.hpp` has both ways.
 
@@ -14,7 +16,7 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
-use super::key_shares::{Work, is_wide};
+use super::key_shares::{Sharing, Work, is_wide};
 use super::lists::{ListParts, Lists};
 use super::packed::{most_tiles, table_bytes, typical_dims};
 use super::schedule::{
@@ -70,16 +72,19 @@ pub struct Choice {
     /// Number of CTAs.
     /// - sm90: one for each multiprocessor that the problem's margin leaves, but no more than `tiles`. A CTA computes one tile
     ///   after another.
-    /// - sm90, where `shares` is above 1 or tiles have 64 queries: one for each share of each tile. A CTA computes one share
-    ///   and ends. With a margin there are no more of them than multiprocessors that it leaves.
+    /// - sm90, where `shares` is above 1 or tiles have 64 queries: one for each share of each tile, in each of `splits` clusters. A
+    ///   CTA computes one share and ends. With a margin there are no more of them than multiprocessors that it leaves.
     /// - sm80: one for each tile. Several CTAs share a multiprocessor. The GPU starts CTAs in the tile order.
     pub grid: i32,
-    /// Number of CTAs that share the keys of a tile: at least 1, and at most the kernel's
-    /// [`most_shares`](KernelInfo::most_shares). These CTAs are a cluster: the GPU runs them at the same time, and each reads
+    /// Number of CTAs of a cluster that share the keys of a tile: at least 1, and at most the kernel's
+    /// [`most_shares`](KernelInfo::most_shares). The GPU runs the CTAs of a cluster at the same time, and each reads
     /// what the others have computed (`hopper-attention-sys/kernels/sm90/fwd/shares.hpp`, `fp8/shares.hpp`).
     ///
     /// Above 1 where tiles are few and visit many blocks of keys. CTAs then draw no tiles.
     pub shares: i32,
+    /// Number of clusters that share the keys of a tile, 1 to 32: `shares * splits` CTAs in all. The clusters sum through the
+    /// workspace. Above 1 where one cluster for each tile would leave much of the GPU idle. (A cluster has eight CTAs at most.)
+    pub splits: i32,
     /// Number of heads in a group: 1 under a full mask, 1 to 16 under other masks. A head here is a (batch entry, query head)
     /// pair.
     ///
@@ -140,8 +145,8 @@ fn within_limit(problem: &ForwardProblem, choice: Choice) -> Result<Choice> {
     Ok(choice)
 }
 
-/// As [`select`], but with this kernel, and with so many shares of a tile where the kernel's tiles can be shared (`None`: with
-/// the best number). A fallback comes from `rows`.
+/// As [`select`], but with this kernel, and with tiles that are shared so, where the kernel's tiles can be (`None`: in the best
+/// way). A fallback comes from `rows`.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) when the kernel does not compute the problem. [`Error::Value`](crate::Error::Value)
@@ -151,10 +156,10 @@ pub(super) fn select_row(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     row: &KernelInfo,
-    shares: Option<usize>,
+    sharing: Option<Sharing>,
     rows: &[KernelInfo],
 ) -> Result<Choice> {
-    within_limit(problem, schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, shares, rows)?)
+    within_limit(problem, schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, sharing, rows)?)
 }
 
 fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<KernelInfo> {
@@ -182,7 +187,7 @@ fn rank(
     let in_f32 = row.scores != DType::F16 && !is_fitted(row);
     let time = if is_fitted(row) {
         let work = work(problem, gpu, row);
-        let time = if problem.has_lengths() { work.time_of(1) } else { work.best().1 };
+        let time = if problem.has_lengths() { work.time_of(Sharing::NONE) } else { work.best().1 };
         // In nanoseconds. A float as large as a u128 saturates.
         (time * 1e3) as u128
     } else if row.arch == Arch::Sm80 {
@@ -279,13 +284,13 @@ fn schedule(
     problem: &ForwardProblem,
     gpu: &DeviceFacts,
     kernel: KernelInfo,
-    shares: Option<usize>,
+    sharing: Option<Sharing>,
     rows: &[KernelInfo],
 ) -> Result<Choice> {
     let fallback = if kernel.scores == DType::F16 {
         let in_f32: Vec<KernelInfo> = rows.iter().filter(|row| row.scores != DType::F16).copied().collect();
         // One share: it starts for nothing nearly always.
-        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, Some(1), &[])?;
+        let behind = schedule(problem, gpu, best(problem, gpu, &in_f32)?, Some(Sharing::NONE), &[])?;
         Some(Fallback { kernel: behind.kernel, grid: behind.grid, tile_counter: behind.tile_counter })
     } else {
         None
@@ -306,14 +311,15 @@ fn schedule(
     let [heads_per_group, groups] =
         groups(kernel.mask == MaskClass::Full, heads, keys / dims.heads_q.max(1), HEADS_PER_GROUP);
     let bounds = Bounds::of(problem);
-    let shares = match shares {
-        _ if kernel.most_shares <= 1 => 1,
-        Some(shares) => small(shares.clamp(1, kernel.most_shares)),
-        None => small(work(problem, gpu, &kernel).best().0),
+    let sharing = match sharing {
+        _ if kernel.most_shares <= 1 => Sharing::NONE,
+        Some(sharing) => sharing.of_kernel(&kernel),
+        // (A limit of the workspace has not chosen the kernel.)
+        None => work(problem, gpu, &kernel).within(problem.workspace_limit()).best().0,
     };
     let grid = match is_persistent(&kernel) {
-        true if shares > 1 || kernel.has_one_tile() => {
-            tile_count(tiles as usize, shares as usize).ok_or_else(too_many)?
+        true if sharing.ctas() > 1 || kernel.has_one_tile() => {
+            tile_count(tiles as usize, sharing.ctas()).ok_or_else(too_many)?
         }
         true => tiles.min(small(multiprocessors)),
         false => tiles,
@@ -336,7 +342,8 @@ fn schedule(
         m_tiles: small(m_tiles),
         tiles,
         grid,
-        shares,
+        shares: small(sharing.shares),
+        splits: small(sharing.splits),
         heads_per_group,
         groups,
         tile_counter,
@@ -347,7 +354,7 @@ fn schedule(
         tuned: false,
         fallback,
     };
-    // Partial sums of split tiles are all that a limit can save.
+    // Partial sums of split tiles are all that a limit can still save: it has chosen how tiles are shared.
     let fits = is_within_limit(problem, choice.workspace_bytes());
     Ok(if fits { choice } else { Choice { split_tiles: 0, ..choice } })
 }
@@ -369,6 +376,7 @@ fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelIn
         tiles,
         grid: if is_persistent(&kernel) { tiles.clamp(1, small(multiprocessors)) } else { tiles },
         shares: 1,
+        splits: 1,
         heads_per_group: small(if kernel.mask == MaskClass::Full { 1 } else { HEADS_PER_GROUP.min(dims.heads_q) }),
         groups: 1,
         tile_counter: false,
@@ -399,6 +407,7 @@ fn split_tiles(kernel: &KernelInfo, tiles: i32, grid: i32, seqlen_kv: usize) -> 
 /// ```text
 /// CTAs draw tiles             counter: 4 bytes
 /// CTAs draw and split tiles   counter: 16 bytes | partial sums: grid * split_bytes
+/// clusters share tiles        counters: 4 bytes for each CTA of one cluster of each tile, rounded up to 16 | sums_bytes for each cluster
 /// lengths are in memory       the table of sequences and their tiles (table_bytes)
 /// there are lists of blocks   counter: 16 bytes | the kernel's own lists (`lists.rs`)
 /// there is a fallback         RangeCheck: 16 bytes | a word for each CTA: 4 * grid, rounded up to 16 | partial sums, if split
@@ -415,8 +424,25 @@ pub(crate) struct Parts {
     pub range_check: Option<usize>,
     /// The lists of a block-sparse mask, where there are any.
     pub lists: Option<ListParts>,
+    /// What clusters that share a tile leave for each other. `None` where none do.
+    pub split_sums: Option<usize>,
     /// The size of the workspace.
     pub end: usize,
+}
+
+impl Parts {
+    /// A counter, if any, and nothing else.
+    fn of_counter(tile_counter: Option<usize>) -> Self {
+        Self {
+            tile_counter,
+            fallback_counter: None,
+            table: None,
+            range_check: None,
+            lists: None,
+            split_sums: None,
+            end: 0,
+        }
+    }
 }
 
 impl Choice {
@@ -430,6 +456,7 @@ impl Choice {
     /// - 544 on an H100 where there is a fallback;
     /// - where the kernel reads lengths from memory, some 50 for each sequence and 4 for each tile of a head;
     /// - where there are lists of blocks, some 4 for each block of them;
+    /// - where clusters share tiles, `sums_bytes` of the kernel for each cluster (5 MB on an H100);
     /// - where tiles are split, also `split_bytes` of the kernel for each CTA (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end
@@ -440,19 +467,17 @@ impl Choice {
         let tile_counter = self.tile_counter.then_some(0);
         if let Some(batch) = self.packed {
             let end = table_bytes(batch as usize, self.m_tiles as usize, 0); // Never below 0.
-            return Parts { tile_counter, fallback_counter: None, table: Some(0), range_check: None, lists: None, end };
+            return Parts { table: Some(0), end, ..Parts::of_counter(tile_counter) };
         }
         if let Some(lists) = &self.lists {
             let lists = lists.parts(HEADER_BYTES);
             let end = lists.end;
-            return Parts {
-                tile_counter,
-                fallback_counter: None,
-                table: None,
-                range_check: None,
-                lists: Some(lists),
-                end,
-            };
+            return Parts { lists: Some(lists), end, ..Parts::of_counter(tile_counter) };
+        }
+        if self.splits > 1 {
+            let [shares, splits] = [self.shares, self.splits].map(|count| count as usize); // Never below 1.
+            let end = Sharing { shares, splits }.workspace_bytes(&self.kernel, self.tiles as usize);
+            return Parts { split_sums: Some(0), end, ..Parts::of_counter(None) };
         }
         let Some(fallback) = &self.fallback else {
             let end = match (self.tile_counter, self.split_tiles) {
@@ -460,16 +485,14 @@ impl Choice {
                 (true, 0) => COUNTER_BYTES,
                 _ => HEADER_BYTES + grid * self.kernel.split_bytes,
             };
-            return Parts { tile_counter, fallback_counter: None, table: None, range_check: None, lists: None, end };
+            return Parts { end, ..Parts::of_counter(tile_counter) };
         };
         let range_check = HEADER_BYTES + (RANGE_WORD_BYTES * grid).next_multiple_of(16);
         Parts {
-            tile_counter,
             fallback_counter: fallback.tile_counter.then_some(COUNTER_BYTES),
-            table: None,
             range_check: Some(0),
-            lists: None,
             end: range_check + if self.split_tiles > 0 { grid * self.kernel.split_bytes } else { 0 },
+            ..Parts::of_counter(tile_counter)
         }
     }
 }
@@ -495,6 +518,9 @@ impl fmt::Display for Choice {
         }
         if self.shares > 1 {
             write!(f, ", {} shares", self.shares)?;
+        }
+        if self.splits > 1 {
+            write!(f, ", {} clusters a tile", self.splits)?;
         }
         write_keys(f, kernel.mask, &self.bounds)?;
         match &self.fallback {

@@ -26,6 +26,7 @@ pub(super) fn row(row: u32, mask: MaskClass, head_dim: usize, tile_m: usize) -> 
         scores: DType::F32,
         split_bytes: 0,
         most_shares: 1,
+        sums_bytes: 0,
         packs: false,
         drops: [false; 2],
         adds_bias: [false; 2],
@@ -409,7 +410,9 @@ fn less_padding_wins_and_then_the_larger_tile() {
 fn shares_of_a_tile_are_a_cluster_each() {
     let row = KernelInfo { most_shares: 8, ..row(0, MaskClass::Full, 128, 128) };
     let few = Dims { batch: 1, seqlen_q: 128, seqlen_kv: 16384, heads_q: 32, ..DIMS };
-    let with = |dims, shares| select_row(&problem(dims, Mask::Full), &H100, &row, shares, &[row]).unwrap();
+    let with = |dims, shares: Option<usize>| {
+        select_row(&problem(dims, Mask::Full), &H100, &row, shares.map(Sharing::cluster), &[row]).unwrap()
+    };
     let choice = with(few, None);
     assert_eq!((choice.tiles, choice.shares, choice.grid, choice.tile_counter), (32, 3, 96, false));
     assert!(
@@ -420,7 +423,10 @@ fn shares_of_a_tile_are_a_cluster_each() {
     assert_eq!([1, 5, 99].map(|shares| with(few, Some(shares)).grid), [32, 160, 256]);
     assert_eq!(with(Dims { seqlen_q: 16384, ..few }, None).shares, 1);
     let never = KernelInfo { most_shares: 1, ..row };
-    assert_eq!(select_row(&problem(few, Mask::Full), &H100, &never, Some(4), &[never]).unwrap().shares, 1);
+    assert_eq!(
+        select_row(&problem(few, Mask::Full), &H100, &never, Some(Sharing::cluster(4)), &[never]).unwrap().shares,
+        1
+    );
 }
 
 #[test]

@@ -8,6 +8,7 @@ impl ForwardProblemBuilder {
     /// Plans for Hopper GPUs cut tiles where that is faster. Several CTAs (thread blocks) then compute one tile, and leave
     /// partial sums in the workspace:
     /// - Gradients: the tiles of keys have shares. A share is some query heads, or some blocks of queries.
+    /// - Forward passes in 16 bits where few queries see many keys: a tile is split by its keys.
     /// - e4m3 operands: the last tiles are split by blocks of keys.
     ///
     /// With a limit, a plan takes the fastest cut whose whole workspace has at most so many bytes. Where there is none, its tiles
@@ -15,8 +16,9 @@ impl ForwardProblemBuilder {
     /// both numbers.
     ///
     /// - A limit chooses among cuts alone, and not among kernels. A plan that meets the limit without it is the same with it.
-    /// - Other plans never cut tiles in this way: those for sm80 kernels, packed sequences, used lengths and lists of blocks. Nor do
-    ///   those of a forward pass in 16 bits, whose CTAs share tiles through shared memory. Their workspace is only compared.
+    /// - Other plans never cut tiles in this way: those for sm80 kernels, packed sequences, used lengths, lists of blocks, and in the
+    ///   forward pass modified scores and 16-bit head dims above 128. Their workspace is only compared. CTAs that share a tile through
+    ///   shared memory need no workspace.
     /// - On the CPU a plan needs no workspace, and meets every limit.
     /// - `Some(0)` asks for a plan without a workspace. Gradients on a GPU always need one.
     ///

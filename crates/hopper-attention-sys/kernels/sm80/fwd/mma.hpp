@@ -349,6 +349,8 @@ struct Mma {
                      visits.block(visit) >
                          first_unseen_block<kTileN>(storage.slope, first_row(storage.tile), diagonal_of(params, band));
         }
+        // (With a mask some kernels would spill. At head dim 64 it gains nothing.)
+        constexpr bool kLooks = kMask == MaskClass::Full && Traits::kHeadDimQK > 64;
         // Nothing says what the bias of a block is.
         if (Traits::kAddsBias || compares) {
           if (masked) {
@@ -367,10 +369,12 @@ struct Mma {
             }
           }
           see_largest();
-          softmax.compared_block(scores, scale_of_scores(), rescale_output);
+          bool const far = softmax.template compared_block<kLooks>(scores, scale_of_scores(), rescale_output);
           make_p();
           if (Traits::kAddsBias) {
             // It needs no limits.
+          } else if (far) {
+            limits = Softmax::no_limits();
           } else if (starts) {
             int const row = own_row();
             limits = softmax.first_limits(
@@ -395,7 +399,9 @@ struct Mma {
           if (limits.reached(sums)) {
             if (softmax.lost(sums)) {
               recompute();
-              softmax.compared_block(scores, scalars.scale_log2, rescale_output);
+              if (softmax.template compared_block<kLooks>(scores, scalars.scale_log2, rescale_output)) {
+                limits = Softmax::no_limits();
+              }
               make_p();
             } else {
               float factors[Softmax::kRows];

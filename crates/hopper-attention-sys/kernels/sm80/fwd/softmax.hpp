@@ -11,8 +11,9 @@
 //   largest weights and moves rows. Limits follow from what blocks of the row have summed to, so that a warp seldom
 //   stops where no row is dominated.
 // - After a stop the warp compares its blocks up to the next multiple of kComparedBlocks. That costs less than a stop,
-//   and where one dominating key has come, others follow. No count of stops is kept: in registers or in shared memory,
-//   it made ptxas spill.
+//   and where one dominating key has come, others follow. So under a full mask, above head dim 64, it goes on comparing
+//   where a row has moved far in the last of these blocks, or in the last of the tile's first blocks. No count of stops
+//   is kept: in registers or in shared memory, it made ptxas spill.
 //
 // A NaN is in no comparison, so a row of NaN never stops its warp.
 #pragma once
@@ -75,6 +76,9 @@ struct ExactSoftmax {
   // A lane has a quarter of a row's weights in a block. If their sum reaches the largest limit, one of them is this or
   // more. So such rows move, whatever their sum is.
   static constexpr float kMostUnmoved = kMostLimit / (kTileN / 4);
+  // A row has moved far if it was multiplied by this or less. (In N(0,1) it seldom is. By 0: it had no key before, or
+  // it had moved so far that nothing of it is left.)
+  static constexpr float kFar = 0x1p-4F;
   // At this, a row's weights may have been infinite.
   static constexpr float kLost = 0x1p96F;
 
@@ -91,9 +95,11 @@ struct ExactSoftmax {
     }
   }
 
-  // A compared block. Where a row moves, `moved` is called with what O must be multiplied by.
-  template <class Scores, class Moved>
-  CUTE_DEVICE void compared_block(Scores& scores, float scale_log2, Moved const& moved) {
+  // A compared block. Where a row moves, `moved` is called with what O must be multiplied by. The result: whether a row
+  // of the warp has moved far, if that is looked at.
+  template <bool kLooks, class Scores, class Moved>
+  CUTE_DEVICE bool compared_block(Scores& scores, float scale_log2, Moved const& moved) {
+    bool far = false;
     float max[kRows];
     Base::block_max(scores, max);
     CUTE_UNROLL
@@ -109,11 +115,15 @@ struct ExactSoftmax {
         minus_reference[r] = to;
         row_sum[r] *= factors[r];
       }
+      if constexpr (kLooks) {
+        far = Base::any_row([&](int r) { return factors[r] > 0.0F & factors[r] <= kFar; });
+      }
       moved(factors);
     }
     float sums[kRows];
     unseen_block(scores, scale_log2, sums);
     add(sums);
+    return far;
   }
 
   // A block that is exponentiated unseen.
@@ -185,9 +195,11 @@ struct ExactSoftmax {
 
   // Limits after a stop in that visit.
   CUTE_DEVICE Limits<kStrips> limits_after_stop(int visit) const {
-    if (visit % kComparedBlocks == 0) {
-      return later_limits();
-    }
+    return visit % kComparedBlocks == 0 ? later_limits() : no_limits();
+  }
+
+  // None: the next block is compared.
+  CUTE_DEVICE static Limits<kStrips> no_limits() {
     Limits<kStrips> limits;
     CUTE_UNROLL
     for (int strip = 0; strip < kStrips; ++strip) {

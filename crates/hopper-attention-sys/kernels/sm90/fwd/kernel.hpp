@@ -23,7 +23,7 @@
 // keys of a tile (shares.hpp). Rows with tiles of 64 queries have no other: their two consumer warpgroups have the same
 // queries, and each visits every second block. In these kernels a CTA computes one tile and ends: warp 1 does nothing.
 // So launches with a tile for each CTA take the second kernel, too, without a cluster. Consumers then write O to memory
-// themselves.
+// themselves. The grid's second dimension is the clusters that share a tile, nearly always one.
 //
 // Rows with tiles of 128 queries or more and blocks of 128 keys have a third kernel, for sequences whose lengths the
 // device knows (Traits::kIsPacked). A tile then carries its sequence's place and lengths, the band follows from these,

@@ -23,7 +23,7 @@ struct FwdLaunch {
     if (tensor_map_encoder() == nullptr) {
       return {StatusCode::DriverTooOld, 0};
     }
-    Status status;
+    Status status{};  // some rows have no first kernel
     if constexpr (!Traits::kShares) {
       status = prepare_kernel(fwd_kernel<Traits>, Traits::kSmemBytes);
     }
@@ -75,8 +75,10 @@ struct FwdLaunch {
     return launch_forward(params, stream, encode_maps, [&](FwdScalars const& scalars) {
       if constexpr (Traits::kMostShares > 1) {
         if (Traits::kShares || params.shares > 1 || has_single_tiles(params)) {
-          start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, params.shares}, fwd_kernel<Sharing>,
-                       params, scalars, map_q, map_k, map_v, map_o);
+          int const grid = params.grid / params.splits;
+          zero(params.split_sums, Shares<Sharing>::counter_bytes(grid), stream);  // an error is seen with the kernel's
+          start_kernel({grid, Traits::kThreads, Traits::kSmemBytes, stream, params.shares, false, params.splits},
+                       fwd_kernel<Sharing>, params, scalars, map_q, map_k, map_v, map_o);
           return;
         }
       }
@@ -131,14 +133,24 @@ struct FwdLaunch {
   }
 };
 
+template <class Traits>
+constexpr RowInfo fwd_row_info() noexcept {
+  RowInfo info = row_info<Traits>();
+  if constexpr (Traits::kMostShares > 1) {
+    info.sums_bytes = sizeof(typename Shares<Traits>::ClusterSums);
+  }
+  return info;
+}
+
 }  // namespace hattn::sm90
 
 // A row for modified scores has one column more, which says `modified`.
-#define HATTN_FWD_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, ...)                                \
-  namespace hattn {                                                                                                \
-  FwdRow HATTN_ROW(sm90_fwd, dtype, mask, dqk, dvo, tile_m, tile_n, stages, __VA_ARGS__)() noexcept {              \
-    using TraitsOfRow = sm90::FwdTraits<DType::dtype, MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, false,    \
-                                        sizeof("" #__VA_ARGS__) == sizeof("modified")>;                            \
-    return {row_info<TraitsOfRow>(), sm90::FwdLaunch<TraitsOfRow>::prepare, sm90::FwdLaunch<TraitsOfRow>::launch}; \
-  }                                                                                                                \
+#define HATTN_FWD_SM90_INSTANCE(dtype, mask, dqk, dvo, tile_m, tile_n, stages, ...)                             \
+  namespace hattn {                                                                                             \
+  FwdRow HATTN_ROW(sm90_fwd, dtype, mask, dqk, dvo, tile_m, tile_n, stages, __VA_ARGS__)() noexcept {           \
+    using TraitsOfRow = sm90::FwdTraits<DType::dtype, MaskClass::mask, dqk, dvo, tile_m, tile_n, stages, false, \
+                                        sizeof("" #__VA_ARGS__) == sizeof("modified")>;                         \
+    return {sm90::fwd_row_info<TraitsOfRow>(), sm90::FwdLaunch<TraitsOfRow>::prepare,                           \
+            sm90::FwdLaunch<TraitsOfRow>::launch};                                                              \
+  }                                                                                                             \
   }

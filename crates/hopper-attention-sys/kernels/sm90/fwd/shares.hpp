@@ -10,10 +10,16 @@
 // part of the columns of O from all shares, sums them in the order of the shares, divides, and writes these columns to
 // memory. So the result does not depend on which share is done first. The sink of the head is added to the whole sums,
 // once.
+//
+// Where a cluster of the best size would leave multiprocessors idle, several clusters share a tile (`splits`): they are
+// the grid's second dimension. Then each share leaves what its cluster has of these columns in the workspace, not yet
+// divided, and counts itself. Of the shares with the same columns, one of each cluster, the last to come reads what all
+// of them have left, and sums it in the order of the clusters. No CTA waits for another cluster.
 #pragma once
 
 #include "common/element.hpp"
 #include "common/leak.hpp"
+#include "common/memory.hpp"
 #include "common/overflow.hpp"
 #include "common/sinks.hpp"
 #include "common/softmax.hpp"
@@ -44,11 +50,26 @@ struct Shares {
                     sizeof(AllSums) <= sizeof(Traits::SharedStorage::k) + sizeof(Traits::SharedStorage::v),
                 "the sums lie over K and V");
 
+  // What a cluster has of a tile, in the workspace. Columns lie as in Sums. Each share counts itself alone, so each has
+  // the rows' numbers, too.
+  struct ClusterSums {
+    float4 output[kGroups][kPlaces];
+    float2 rows[8][Traits::kTileM];
+  };
+
+  // Bytes of the counters before them, one for each CTA of a split.
+  CUTE_HOST_DEVICE static constexpr std::size_t counter_bytes(int grid) { return (sizeof(int) * grid + 15) / 16 * 16; }
+
+  // The cluster's number among those of its tile, and how many there are.
+  CUTE_DEVICE static int split() { return static_cast<int>(blockIdx.y); }
+  CUTE_DEVICE static int splits() { return static_cast<int>(gridDim.y); }
+
   // The key blocks that this CTA visits of a tile.
   CUTE_DEVICE static KeyVisits visits(Band const& band, int m_block) {
     KeyVisits visits = KeyVisits::of<Traits::kMask, Traits::kTileM, Traits::kTileN>(band, m_block);
     if constexpr (Traits::kShares) {
-      visits.keep_share(cluster_share(), cluster_shares());
+      int const shares = cluster_shares();
+      visits.keep_share(split() * shares + cluster_share(), splits() * shares);
     }
     if constexpr (Traits::kIsPacked) {
       visits.keep_one();
@@ -98,15 +119,15 @@ struct Shares {
     } else {
       await_sums();
     }
-    float inverse[2];
-    OutputLooks<Traits> const looks = write_columns(params, scalars, storage, way, place, row, inverse);
-    bool const found = kLooksAtOutput<Traits> && looks.found();
+    Written const written = splits() == 1 ? write_columns<false>(params, scalars, storage, way, place, row)
+                                          : write_columns_of_clusters(params, scalars, storage, way, place, row);
+    bool const found = kLooksAtOutput<Traits> && written.looks.found();
     if (!is_alone()) {
       await_readers();
     }
     // (The last thing, as what is rare lies far in the code.)
     if (found) {
-      repair_columns(params, storage, way, place, looks, inverse[0], inverse[1]);
+      repair_columns(params, storage, way, place, written.looks, written.inverse[0], written.inverse[1]);
     }
   }
 
@@ -114,20 +135,101 @@ struct Shares {
   // Whether all shares of a tile are in this CTA.
   CUTE_DEVICE static bool is_alone() { return kWays == 2 && cluster_shares() == 1; }
 
+  static constexpr int kMost = kGroups / 2;  // groups of a share; there are two shares or more
+
+  // Leaves the cluster's sums of this share's columns in the workspace. In the share that is the last to do so, these
+  // become the sums of all clusters. The result: whether this is that share. `number` and `count` are those of
+  // write_columns.
+  CUTE_DEVICE static bool sum_clusters(FwdParams const& params, typename Traits::SharedStorage& storage, int number,
+                                       int count, int place, int row, float (&references)[2], float (&sums)[2],
+                                       float4 (&total)[kMost]) {
+    auto* const all = reinterpret_cast<ClusterSums*>(params.split_sums + counter_bytes(gridDim.x)) + tile() * splits();
+    auto const group = [&](int i) { return number + i * count; };
+    auto& own = all[split()];
+    CUTE_UNROLL
+    for (int i = 0; i < kMost; ++i) {
+      if (group(i) < kGroups) {
+        __stcg(&own.output[group(i)][place], total[i]);
+      }
+    }
+    if (place % 4 == 0) {
+      __stcg(&own.rows[number][row], float2{references[0], sums[0]});
+      __stcg(&own.rows[number][row + 8], float2{references[1], sums[1]});
+    }
+    int& before = *reinterpret_cast<int*>(storage.q);  // of Q nothing is read any more
+    named_barrier_sync(Traits::kConsumers + 1, kThreads);
+    if (thread_index_anew() == 128) {
+      before = add_acquire_release(reinterpret_cast<int*>(params.split_sums) + blockIdx.x, 1);
+    }
+    named_barrier_sync(Traits::kConsumers + 1, kThreads);
+    if (before + 1 < splits()) {
+      return false;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      references[r] = -INFINITY;
+      sums[r] = 0.0F;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kMost; ++i) {
+      total[i] = {};
+    }
+    CUTE_NO_UNROLL
+    for (int s = 0; s < splits(); ++s) {
+      float2 const rows[2] = {__ldcg(&all[s].rows[number][row]), __ldcg(&all[s].rows[number][row + 8])};
+      float4 parts[kMost];
+      CUTE_UNROLL
+      for (int i = 0; i < kMost; ++i) {
+        if (group(i) < kGroups) {
+          parts[i] = __ldcg(&all[s].output[group(i)][place]);
+        }
+      }
+      float before_this[2];  // factors
+      float of_this[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const larger = fmaxf(references[r], rows[r].x);
+        before_this[r] = references[r] == larger ? 1.0F : exp2_approx(references[r] - larger);
+        of_this[r] = rows[r].x == larger ? 1.0F : exp2_approx(rows[r].x - larger);
+        references[r] = larger;
+        sums[r] = sums[r] * before_this[r] + rows[r].y * of_this[r];
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kMost; ++i) {
+        if (group(i) < kGroups) {
+          total[i].x = total[i].x * before_this[0] + parts[i].x * of_this[0];
+          total[i].y = total[i].y * before_this[0] + parts[i].y * of_this[0];
+          total[i].z = total[i].z * before_this[1] + parts[i].z * of_this[1];
+          total[i].w = total[i].w * before_this[1] + parts[i].w * of_this[1];
+        }
+      }
+    }
+    return true;
+  }
+
+  // What a thread knows of the columns that it has written. Of none, where another share writes them.
+  struct Written {
+    OutputLooks<Traits> looks;  // has looked at them, if the kernel does
+    float inverse[2];           // what rows were multiplied by
+  };
+
   // Writes every so many-th group of columns, from this share's number on. The code is kept short: it runs once, so
   // that fetching it is a part of its time.
-  // The result has looked at the warp's columns, if the kernel does.
-  CUTE_DEVICE static OutputLooks<Traits> write_columns(FwdParams const& params, FwdScalars const& scalars,
-                                                       typename Traits::SharedStorage const& storage, int way,
-                                                       int place, int row, float (&inverse)[2]) {
+  template <bool kOfClusters>
+  CUTE_DEVICE static Written write_columns(FwdParams const& params, FwdScalars const& scalars,
+                                           typename Traits::SharedStorage& storage, int way, int place, int row) {
     using Element = typename Traits::Element;
     auto const& all = *reinterpret_cast<AllSums const*>(storage.k);
     int const count = kWays * cluster_shares();        // of all shares
     int const number = kWays * cluster_share() + way;  // of this one
     int const lane = place % 32;
     // The four lanes that have a row look at two shares each.
+    Written written{};
+    auto& [looks, inverse] = written;
     float weights[2][2];
     float lse[2];
+    float references[2];
+    float sums[2];
     Tile const tile = storage.tile[0];
     int const query = tile.block * Traits::kTileM + row;
     float const sink = sink_of_head(params, tile.head);
@@ -140,18 +242,17 @@ struct Shares {
         rows[i] = share < count ? read_shared(all.of[share % kWays].rows[row + 8 * r], share / kWays)
                                 : float2{-INFINITY, 0.0F};
       }
-      float const reference = quad_max(fmaxf(rows[0].x, rows[1].x));
+      float const reference = references[r] = quad_max(fmaxf(rows[0].x, rows[1].x));
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         // Equal also where both are -inf: no key.
         weights[r][i] = rows[i].x == reference ? 1.0F : exp2_approx(rows[i].x - reference);
       }
-      float const sum = quad_sum(rows[0].y * weights[r][0] + rows[1].y * weights[r][1]);
+      float const sum = sums[r] = quad_sum(rows[0].y * weights[r][0] + rows[1].y * weights[r][1]);
       RowEnd const end = RowEnd::of(sink, reference, sum, sum);
       inverse[r] = end.inverse;
       lse[r] = end.lse;
     }
-    constexpr int kMost = kGroups / 2;  // groups of a share; there are two shares or more
     auto const group = [&](int i) { return number + i * count; };
     float4 total[kMost] = {};
     CUTE_NO_UNROLL
@@ -176,6 +277,17 @@ struct Shares {
         }
       }
     }
+    if constexpr (kOfClusters) {
+      if (!sum_clusters(params, storage, number, count, place, row, references, sums, total)) {
+        return {};
+      }
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        RowEnd const end = RowEnd::of(sink, references[r], sums[r], sums[r]);
+        inverse[r] = end.inverse;
+        lse[r] = end.lse;
+      }
+    }
     if (scalars.lse != nullptr && number == 0 && lane % 4 == 0) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -187,7 +299,6 @@ struct Shares {
     }
     auto* const o = reinterpret_cast<Element*>(params.o.address) + tile.batch * params.o.stride_batch +
                     tile.head * params.o.stride_head + query * params.o.stride_row + lane % 4 * 2;
-    OutputLooks<Traits> looks;
     std::uint32_t before[2] = {0, 0};  // looked at two at a time
     static_assert(kMost % 2 == 0);
     int const rotation = rotation_of_output<Traits>(params, scalars, tile);
@@ -218,7 +329,15 @@ struct Shares {
     if constexpr (Traits::kMask != MaskClass::Full) {
       looks.template see_sums<Element>(inverse);
     }
-    return looks;
+    return written;
+  }
+
+  // The same where several clusters share the tile. Not in the kernel's own code: in the way of other launches it made
+  // them up to 2 us slower, as more code had to be fetched.
+  __device__ __noinline__ static Written write_columns_of_clusters(FwdParams const& params, FwdScalars const& scalars,
+                                                                   typename Traits::SharedStorage& storage, int way,
+                                                                   int place, int row) {
+    return write_columns<true>(params, scalars, storage, way, place, row);
   }
 
   // Puts right what has leaked into this share's columns, which are written.

@@ -268,7 +268,6 @@ struct ExactSoftmax {
       limit[1] = factors[1] < 1.0F ? 0.0F : limit[1];
     } else {
       tracks = __any_sync(0xffffffffU, error >= 1 + (blocks > 8) + blocks / 64);
-      error = tracks ? 0 : error;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         limit[r] = tracks ? 0.0F : fminf(kSumLimit, 0.5F * quad_sum(row_sum[r] * factors[r] + sums[r]));
