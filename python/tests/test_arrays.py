@@ -1,10 +1,12 @@
 """Tests of attention on numpy arrays and other DLPack exporters, on the CPU."""
 
 import math
+import types
 import unittest
+from unittest import mock
 
 import hopper_attention
-from hopper_attention import abi
+from hopper_attention import _arrays, abi
 
 try:
     import numpy
@@ -34,6 +36,25 @@ class Arrays(unittest.TestCase):
     def tensors(self, dtype="float32"):
         shapes = ((2, 9, 6, 16), (2, 13, 2, 16), (2, 13, 2, 16))
         return [self.random.standard_normal(shape).astype(dtype) for shape in shapes]
+
+    def test_arrays_whose_memory_is_not_allocated_take_a_plan_without_scratch_memory(self):
+        """JAX's, for one. The plans are made up, as the CPU's need none."""
+        needs = lambda limit: types.SimpleNamespace(workspace_bytes=0 if limit else 4096)
+        refused = mock.Mock(side_effect=lambda device, problem: needs(0) if not problem.workspace_limit else self.refuse())
+        problem = abi.ForwardProblem(heads_q=3)
+        for plans, like, bytes_ in (
+            (lambda device, problem: needs(problem.workspace_limit), object(), 0),
+            (lambda device, problem: needs(problem.workspace_limit), numpy.zeros(1), 4096),
+            (refused, object(), 4096),
+        ):
+            with mock.patch.object(_arrays, "plans", lambda: types.SimpleNamespace(get=plans)):
+                self.assertEqual(_arrays._plan(problem, like, 0).workspace_bytes, bytes_)
+        self.assertEqual((problem.workspace_limit, refused.call_count), (0, 2))
+        self.assertRaisesRegex(TypeError, "needs 4096 bytes", _arrays._workspace, needs(0), object(), None)
+
+    @staticmethod
+    def refuse():
+        raise abi.HattnError(6, "HATTN_ERROR_VALUE", "workspace_limit: 1")
 
     def test_numpy(self):
         own, keys = numpy.arange(9)[:, None] + 4, numpy.arange(13)

@@ -10,9 +10,9 @@ use crate::status::{Failure, Outcome, entry, hattn_status};
 /// Writes which pairs of a query and a key dropout keeps: 1 where a pair is kept, 0 where it is dropped.
 ///
 /// `keep` is `[batch, heads_q, seqlen_q, seqlen_kv]` in host memory, row-major, without gaps. `seed` and `offset` are those of
-/// dropout_state. All devices drop the same pairs. The mask of the problem is not looked at. Of packed sequences the batch entry is
-/// the number of the sequence, and queries and keys count from its first. Computes on the host, in the calling thread. Nothing is
-/// written on failure:
+/// dropout_state. All devices drop the same pairs. The mask of the problem is not looked at. For packed sequences `batch` is how many
+/// there are, and `seqlen_q` and `seqlen_kv` are the longest lengths. Entry b is then sequence b, and query 0 and key 0 are its first.
+/// Ignore pairs past its lengths. Computes on the host, in the calling thread. Nothing is written on failure:
 ///
 /// - HATTN_ERROR_ARGUMENT: `keep` is null, and there are pairs. Or `bytes` is not the number of pairs.
 /// - HATTN_ERROR_VALUE: `dropout` is not a probability from 0 to below 1. A size is negative, or there are 2^63 pairs or more.

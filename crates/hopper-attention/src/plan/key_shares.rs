@@ -2,7 +2,8 @@
 //!
 //! A tile visits blocks of keys. The CTAs of a cluster can share a tile: each visits some of the blocks, and they sum what they
 //! have at the end. That pays where there are fewer tiles than multiprocessors, and a tile visits many blocks. Several clusters
-//! can share a tile, too. They sum through the workspace, which takes longer, but fills GPUs that clusters of one size do not.
+//! can share a tile, too. They sum through the workspace, which takes longer. But that uses multiprocessors which one cluster for
+//! each tile leaves idle.
 //!
 //! The model of the time is a fit to an H100 (benches/LOG.md, entry 73), at head dim 96 and above 128 an estimate. That of e4m3
 //! operands is a fit to 108 points (`Costs::of_e4m3`). All its times are in microseconds.
@@ -118,7 +119,7 @@ struct Costs {
     /// What a block takes more where all multiprocessors work. The two warpgroups of a tile of 64 queries read other blocks, so
     /// that twice as many bytes come from the second-level cache.
     crowd: f64,
-    /// What a block behind the first [`HIDDEN`] takes more, for the same reason.
+    /// What each block after the first [`HIDDEN`] takes more: its copies are not hidden.
     long: f64,
     /// What clusters take to sum a tile through the workspace: in any case, the zeroing of the counters with it, and for each cluster.
     splits: [f64; 2],
@@ -448,7 +449,7 @@ mod tests {
         // 32 tiles: 39 clusters of three run at a time, or 66 of two.
         assert_eq!(best(32, 128, 16384, wide, None), Sharing { shares: 2, splits: 2 });
         assert_eq!(best(32, 128, 16384, row(128, 8, 0), None), Sharing::cluster(3));
-        // Eight tiles on 32k keys, of 64 queries or fewer: 64 CTAs in the largest clusters.
+        // Eight tiles of 64 queries on 32k keys. A cluster of this kernel has four CTAs at most: one for each tile is 32 CTAs.
         let narrow = best(8, 1, 32768, row(64, 4, 40960), None);
         assert!(narrow.ctas() * 8 > 100 && narrow.shares <= 4, "{narrow:?}");
         // Few keys, and tiles that fill the GPU in clusters of one size.

@@ -7,8 +7,9 @@
 //!   block. A *key block* is `tile_n` keys.
 //! - The *tile order* is the list of all tiles. The CTAs walk the list: they take its tiles from the first to the last, either
 //!   by index or by drawing. A *round* is `grid` tiles of the list.
-//! - A *share* of a tile is some of its key blocks, which one CTA of a cluster visits. Where several clusters share a tile, each
-//!   has a *split* of it. (Other are the tiles of FP8 that are *split*: see [`Choice::split_tiles`].)
+//! - A *share* of a tile is some of its key blocks, which one CTA of a cluster visits. Several clusters may share a tile:
+//!   [`Choice::splits`] is how many. (`split_tiles` is another thing: the last tiles of an FP8 launch, which all CTAs compute
+//!   together.)
 //! - To *draw* a tile is to take the next one of the list with a counter in the workspace.
 //!   `hopper-attention-sys/kernels/common/tile_scheduler.hpp` has both ways.
 
@@ -354,7 +355,7 @@ fn schedule(
         tuned: false,
         fallback,
     };
-    // Partial sums of split tiles are all that a limit can still save: it has chosen how tiles are shared.
+    // Partial sums of FP8's split tiles are all that a limit can still save: it has chosen how tiles are shared.
     let fits = is_within_limit(problem, choice.workspace_bytes());
     Ok(if fits { choice } else { Choice { split_tiles: 0, ..choice } })
 }
@@ -456,7 +457,7 @@ impl Choice {
     /// - 544 on an H100 where there is a fallback;
     /// - where the kernel reads lengths from memory, some 50 for each sequence and 4 for each tile of a head;
     /// - where there are lists of blocks, some 4 for each block of them;
-    /// - where clusters share tiles, `sums_bytes` of the kernel for each cluster (5 MB on an H100);
+    /// - where several clusters share a tile, counters, and `sums_bytes` of the kernel for each cluster: up to 6 MB in all on an H100;
     /// - where tiles are split, also `split_bytes` of the kernel for each CTA (14 MB on an H100).
     pub fn workspace_bytes(&self) -> usize {
         self.parts().end

@@ -8,7 +8,7 @@ impl ForwardProblemBuilder {
     /// Plans for Hopper GPUs cut tiles where that is faster. Several CTAs (thread blocks) then compute one tile, and leave
     /// partial sums in the workspace:
     /// - Gradients: the tiles of keys have shares. A share is some query heads, or some blocks of queries.
-    /// - Forward passes in 16 bits where few queries see many keys: a tile is split by its keys.
+    /// - Forward passes in 16 bits where few queries see many keys: several clusters share a tile's keys.
     /// - e4m3 operands: the last tiles are split by blocks of keys.
     ///
     /// With a limit, a plan takes the fastest cut whose whole workspace has at most so many bytes. Where there is none, its tiles
