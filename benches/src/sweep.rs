@@ -458,7 +458,10 @@ mod tests {
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s77/b212/h32/kv32");
         assert_eq!(points[18].to_string(), "fwd/bf16/d64/full/s128x16384/b1/h32/kv8");
         assert_eq!(points[29].to_string(), "fwd/bf16/d64/full/s16x131072/b1/h8/kv1");
-        assert_eq!(points[59].family(), "fwd-bf16-d128-full-lopsided");
+        assert_eq!(
+            [54, 59].map(|i| points[i].family()),
+            ["fwd-bf16-d128-full-lopsided", "fwd-bf16-d128-full-gqa8-lopsided"]
+        );
         assert_eq!(points.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
         let fp8 = Sweep { dtypes: vec![Precision::E4m3], ..sweep };
         assert!(fp8.points().unwrap_err().to_string().contains("--dtypes bf16,f16"));

@@ -18,6 +18,7 @@ fn main() {
         scores: DType::F32,
         split_bytes: 0,
         most_shares: 1,
+        sums_bytes: 0,
         packs: false,
         drops: [false; 2],
         adds_bias: [false; 2],
