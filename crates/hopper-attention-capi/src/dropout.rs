@@ -3,8 +3,9 @@
 use std::slice;
 
 use hopper_attention::reference::DropoutMask;
-use hopper_attention::{Dropout, dropout_state};
+use hopper_attention::{Dropout, Error, dropout_state};
 
+use crate::convert::size;
 use crate::status::{Failure, Outcome, entry, hattn_status};
 
 /// Writes which pairs of a query and a key dropout keeps: 1 where a pair is kept, 0 where it is dropped.
@@ -33,7 +34,7 @@ pub unsafe extern "C" fn hattn_dropout_mask(
 ) -> hattn_status {
     entry(|| {
         let dropout = Dropout::new(dropout)?;
-        let [batch, heads_q, seqlen_q, seqlen_kv] = sizes([batch, heads_q, seqlen_q, seqlen_kv], bytes)?;
+        let [_, heads_q, seqlen_q, seqlen_kv] = sizes([batch, heads_q, seqlen_q, seqlen_kv], bytes)?;
         if bytes == 0 {
             return Ok(());
         }
@@ -41,15 +42,12 @@ pub unsafe extern "C" fn hattn_dropout_mask(
             return Err(Failure::argument("keep", "null", format!("memory of {bytes} bytes")));
         }
         // SAFETY: not null, and the caller promises so many bytes that nothing else touches.
-        let mut keep = unsafe { slice::from_raw_parts_mut(keep, bytes) }.iter_mut();
+        let keep = unsafe { slice::from_raw_parts_mut(keep, bytes) };
         let mask = DropoutMask::new(dropout, heads_q, dropout_state(seed, offset));
-        for plane in 0..batch * heads_q {
-            for pair in 0..seqlen_q * seqlen_kv {
-                let kept = mask.keeps(plane / heads_q, plane % heads_q, pair / seqlen_kv, pair % seqlen_kv);
-                if let Some(to) = keep.next() {
-                    *to = u8::from(kept);
-                }
-            }
+        for (pair, kept) in keep.iter_mut().enumerate() {
+            let (row, key) = (pair / seqlen_kv, pair % seqlen_kv);
+            let (plane, query) = (row / seqlen_q, row % seqlen_q);
+            *kept = u8::from(mask.keeps(plane / heads_q, plane % heads_q, query, key));
         }
         Ok(())
     })
@@ -57,23 +55,16 @@ pub unsafe extern "C" fn hattn_dropout_mask(
 
 /// The sizes of a mask of so many bytes.
 fn sizes(given: [i64; 4], bytes: usize) -> Outcome<[usize; 4]> {
-    let names = ["batch", "heads_q", "seqlen_q", "seqlen_kv"];
-    let mut pairs = 1_i64;
-    for (what, size) in names.into_iter().zip(given) {
-        let refused =
-            |allowed: &str| hopper_attention::Error::Value { what, got: size.to_string(), allowed: allowed.into() };
-        if size < 0 {
-            return Err(refused("0 and above").into());
-        }
-        // (A size of 0 makes no pair, whatever stands beside it.)
-        pairs = if given.contains(&0) {
-            0
-        } else {
-            pairs.checked_mul(size).ok_or_else(|| refused("below 2^63 pairs in all"))?
-        };
+    let (mut sizes, mut pairs) = ([0; 4], 1_i64);
+    let is_empty = given.contains(&0); // then there is no pair, whatever stands beside the 0
+    for ((what, got), to) in ["batch", "heads_q", "seqlen_q", "seqlen_kv"].into_iter().zip(given).zip(&mut sizes) {
+        *to = size(what, got, "0 and above")?;
+        let product = if is_empty { Some(0) } else { pairs.checked_mul(got) };
+        let (got, allowed) = (got.to_string(), "below 2^63 pairs in all".into());
+        pairs = product.ok_or(Error::Value { what, got, allowed })?;
     }
     if u64::try_from(pairs) != Ok(bytes as u64) {
         return Err(Failure::argument("bytes", bytes, format!("{pairs}, a byte for each pair")));
     }
-    Ok(given.map(|size| usize::try_from(size).unwrap_or(0)))
+    Ok(sizes)
 }
