@@ -49,7 +49,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
-    cases.extend(of_other_masks(kinds(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, alibi| {
+    cases.extend(of_other_masks(kinds(), grid.pick(&[64][..], &[64, 96, 128, 192, 256]), |turn, case, alibi| {
         with_others(case.alibi(alibi), turn, Sinks::Normal)
     }));
     cases
@@ -58,7 +58,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
+    for &head_dim in grid.pick(&[64][..], &[64, 96, 128, 192, 256]) {
         for (mask, alibi) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
             for kind in PACKINGS {
                 let turn = cases.len();

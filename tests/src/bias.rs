@@ -39,7 +39,7 @@ pub fn cases(grid: Grid) -> Vec<Case> {
     }
     // Every seventh bias has all forms and types in the end: 7 divides none of their numbers.
     let some = Bias::all().step_by(7);
-    cases.extend(of_other_masks(some, grid.pick(&[64][..], &[64, 128]), |turn, case, bias| {
+    cases.extend(of_other_masks(some, grid.pick(&[64][..], &[64, 96, 128, 192, 256]), |turn, case, bias| {
         let case = case.bias(bias).max_logits(turn % 3 == 1);
         if turn % 5 == 2 { case.alibi(Alibi::Standard) } else { case }
     }));
@@ -63,7 +63,9 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
         }
     }
     let some = Bias::all().skip(3).step_by(11);
-    cases.extend(packed_of_other_masks(some, grid.pick(&[64][..], &[64, 128]), |_, case, bias| case.bias(bias)));
+    cases.extend(packed_of_other_masks(some, grid.pick(&[64][..], &[64, 96, 128, 192, 256]), |_, case, bias| {
+        case.bias(bias)
+    }));
     cases
 }
 

@@ -35,16 +35,18 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
-    cases.extend(of_other_masks(DROPOUTS.into_iter(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, p| {
-        with_others(case.dropout(p), turn)
-    }));
+    cases.extend(of_other_masks(
+        DROPOUTS.into_iter(),
+        grid.pick(&[64][..], &[64, 96, 128, 192, 256]),
+        |turn, case, p| with_others(case.dropout(p), turn),
+    ));
     cases
 }
 
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
+    for &head_dim in grid.pick(&[64][..], &[64, 96, 128, 192, 256]) {
         for (mask, p) in modifiers::masks().into_iter().flat_map(|mask| DROPOUTS.map(|p| (mask, p))) {
             for kind in PACKINGS {
                 let turn = cases.len();

@@ -13,7 +13,7 @@ fn kinds() -> impl Iterator<Item = Sinks> + Clone {
 /// Every kind with every mask: short and long rows, rows without keys, no keys at all, many keys for few queries.
 pub fn cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64, 128][..], &[64, 128, 72]) {
+    for &head_dim in grid.pick(&[64, 128][..], &[64, 128, 72, 192, 256]) {
         for (mask, sinks) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
             for size in SIZES {
                 let turn = cases.len();
@@ -32,16 +32,15 @@ pub fn cases(grid: Grid) -> Vec<Case> {
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64][..], &[64, 128]) {
+    for &head_dim in grid.pick(&[64][..], &[64, 96, 128, 192, 256]) {
         for (mask, sinks) in masks().into_iter().flat_map(|mask| kinds().map(move |kind| (mask, kind))) {
             for kind in PACKINGS {
                 cases.push(Case { sinks, ..packed(cases.len(), kind, head_dim, mask) });
             }
         }
     }
-    cases.extend(packed_of_other_masks(kinds(), grid.pick(&[64][..], &[64, 128]), |_, case, sinks| Case {
-        sinks,
-        ..case
+    cases.extend(packed_of_other_masks(kinds(), grid.pick(&[64][..], &[64, 96, 128, 192, 256]), |_, case, sinks| {
+        Case { sinks, ..case }
     }));
     cases
 }

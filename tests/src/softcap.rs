@@ -27,17 +27,18 @@ pub fn cases(grid: Grid) -> Vec<Case> {
             }
         }
     }
-    cases.extend(of_other_masks(CAPS.into_iter(), grid.pick(&[64][..], &[64, 128, 256]), |turn, case, cap| Case {
-        lse: turn % 5 != 0,
-        ..capped(case, (cap, turn % 7 < 4))
-    }));
+    cases.extend(of_other_masks(
+        CAPS.into_iter(),
+        grid.pick(&[64][..], &[64, 96, 128, 192, 256]),
+        |turn, case, cap| Case { lse: turn % 5 != 0, ..capped(case, (cap, turn % 7 < 4)) },
+    ));
     cases
 }
 
 /// The same of packed sequences and used lengths.
 pub fn packed_cases(grid: Grid) -> Vec<Case> {
     let mut cases = Vec::new();
-    for &head_dim in grid.pick(&[64][..], &[64, 128, 256]) {
+    for &head_dim in grid.pick(&[64][..], &[64, 96, 128, 192, 256]) {
         for (mask, cap) in masks().into_iter().flat_map(|mask| CAPS.map(|cap| (mask, cap))) {
             for kind in PACKINGS {
                 let turn = cases.len();

@@ -438,8 +438,8 @@ typedef struct hattn_forward_args {
   const struct hattn_tensor *full_block_idx;
   // The additive bias, read: [B, H, Q, K] as the problem's bias_dims, bias_queries and bias_keys say. Given exactly if there is one.
   const struct hattn_tensor *bias;
-  // Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
-  // problem's dropout is not 0. A backward pass reads those of the forward pass.
+  // Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the problem's
+  // dropout is not 0. A backward pass reads those of the forward pass. A run on a GPU takes host memory, too, and reads it at once.
   const struct hattn_tensor *dropout_state;
 } hattn_forward_args;
 

@@ -440,8 +440,8 @@ pub struct hattn_forward_args {
     pub full_block_idx: *const hattn_tensor,
     /// The additive bias, read: [B, H, Q, K] as the problem's bias_dims, bias_queries and bias_keys say. Given exactly if there is one.
     pub bias: *const hattn_tensor,
-    /// Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the
-    /// problem's dropout is not 0. A backward pass reads those of the forward pass.
+    /// Seed and offset of dropout, read: HATTN_I32 `[4]`, the words of two 64-bit numbers, low ones first. Given exactly if the problem's
+    /// dropout is not 0. A backward pass reads those of the forward pass. A run on a GPU takes host memory, too, and reads it at once.
     pub dropout_state: *const hattn_tensor,
 }
 

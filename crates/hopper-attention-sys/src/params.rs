@@ -264,8 +264,12 @@ mod ffi {
     /// Dropout of the weights (`kernels/common/dropout.hpp`). All zeros where nothing is dropped.
     #[derive(Debug, Clone, Copy, Default)]
     struct Dropout {
-        /// Device address of i32 `[4]`, read: the words of the seed and of the offset, the low ones first.
+        /// Device address of i32 `[4]`, read: the words of the seed and of the offset, the low ones first. 0: the next two have them.
         state: u64,
+        /// The seed. Read where there is no `state`.
+        seed: u64,
+        /// The offset. Read where there is no `state`.
+        offset: u64,
         /// How many of 32768 weights are dropped, on average: 1 to 32767. 0: there is no dropout.
         dropped: i32,
         /// What the other weights are multiplied by: `32768 / (32768 - dropped)`.
@@ -287,8 +291,8 @@ mod ffi {
         v: TensorDesc,
         /// Output `[batch, seqlen_q, heads_q, head_dim_vo]`, written.
         o: TensorDesc,
-        /// Log-sum-exp, natural logarithm, f32 `[batch, heads_q, seqlen_q]`, written. The queries lie side by side
-        /// (`stride_row` is 1, or unused). May be absent.
+        /// Log-sum-exp, natural logarithm, f32 `[batch, heads_q, seqlen_q]`, written. With e4m3 operands the queries lie side by
+        /// side (`stride_row` is 1, or unused). May be absent.
         lse: TensorDesc,
         /// Batch entries. 0 or more.
         batch: i32,

@@ -133,7 +133,8 @@ slots! {
     Bias => "bias", "[batch, heads, seqlen_q, seqlen_kv]";
     /// The gradient of the bias.
     DBias => "dbias", "[batch, heads, seqlen_q, seqlen_kv]";
-    /// The seed and the offset of dropout, as four words: see [`dropout_state`](crate::dropout_state).
+    /// The seed and the offset of dropout, as four words: see [`dropout_state`](crate::dropout_state). In host memory or, for a
+    /// plan on a GPU, in the GPU's.
     DropoutState => "dropout_state", "[words of seed and offset]";
     /// The number of elements of q, k and v that were saturated, and that were not finite.
     Counts => "counts", "[q k v, saturated and not finite]";
@@ -148,6 +149,11 @@ impl Slot {
             at += 1;
         }
         commas + 1
+    }
+
+    /// Whether a run on a GPU takes the operand from host memory, too, and reads it before the call returns.
+    pub(crate) fn may_be_on_the_host(self) -> bool {
+        self == Self::DropoutState
     }
 }
 
@@ -261,6 +267,9 @@ macro_rules! operand_setters {
             /// [`max_logits(true)`](crate::ForwardProblemBuilder::max_logits).
             max_logits: write TensorMut<f32, 1> as MaxLogits;
             /// The seed and the offset of dropout, `[4]`: see [`dropout_state`](crate::dropout_state).
+            ///
+            /// A run on a GPU takes them from host memory, too. It reads them before it returns, and a CUDA graph keeps them.
+            /// With a tensor on the GPU, each launch of a graph reads what is there then.
             ///
             /// They must be given exactly when the problem was made with
             /// [`dropout`](crate::ForwardProblemBuilder::dropout).

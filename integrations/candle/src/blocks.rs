@@ -198,12 +198,6 @@ pub struct Lists<'a> {
 }
 
 impl<'a> Lists<'a> {
-    /// Without the state of dropout, of which a GPU needs a copy.
-    #[cfg(feature = "cuda")]
-    pub fn without_state(self) -> Self {
-        Self { dropout_state: None, ..self }
-    }
-
     /// Adds all of them to the arguments of a run.
     pub fn lend(self, args: Args<'a>) -> Result<Args<'a>> {
         let args = BlockLists::lend(self.blocks, Packing::lend(self.packing, args)?)?;

@@ -48,8 +48,7 @@ pub fn forward<T: Float + CudaDType + DeviceRepr>(
     if let Some(lse) = &mut lse {
         args = write(args, Slot::Lse, lse, of_lse)?;
     }
-    let state = dropout_state(device, lists)?;
-    let args = read_state(lists.without_state().lend(args)?, state.as_ref())?;
+    let args = lists.lend(args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let stored = |lse| CudaStorage::wrap_cuda_slice(lse, device.clone());
     Ok((CudaStorage::wrap_cuda_slice(o, device.clone()), lse.map(stored)))
@@ -106,8 +105,7 @@ pub fn backward<T: Float + CudaDType + DeviceRepr>(
         // No bias has another type.
         _ => args,
     };
-    let state = dropout_state(device, lists)?;
-    let args = read_state(lists.without_state().lend(args)?, state.as_ref())?;
+    let args = lists.lend(args)?;
     plan.run(&Stream::Cuda(device.cuda_stream()), &mut workspace(&mut scratch)?, args).map_err(refusal)?;
     let d_sinks = d_sinks.map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone()));
     Ok(([d_q, d_k, d_v].map(|gradient| CudaStorage::wrap_cuda_slice(gradient, device.clone())), [d_sinks, d_bias]))
@@ -136,18 +134,6 @@ fn read_bias<'a>(args: Args<'a>, bias: Option<Given<'a>>) -> Result<Args<'a>> {
         None => Ok(args),
         Some(bias) => by_type!(bias.0.dtype(), read(args, Slot::Bias, bias)),
     }
-}
-
-/// A copy of the seed and the offset of dropout in GPU memory, if there is any.
-fn dropout_state(device: &CudaDevice, lists: Lists<'_>) -> Result<Option<CudaSlice<i32>>> {
-    let copy = |state: &[i32; 4]| device.cuda_stream().clone_htod(state).map_err(candle_core::Error::wrap);
-    lists.dropout_state.map(copy).transpose()
-}
-
-/// Adds that copy.
-fn read_state<'a>(args: Args<'a>, state: Option<&'a CudaSlice<i32>>) -> Result<Args<'a>> {
-    let Some(state) = state else { return Ok(args) };
-    Ok(args.read(Slot::DropoutState, TensorRef::cuda(state.as_view(), contiguous::<1>(&[4])?).map_err(refusal)?))
 }
 
 /// Adds ALiBi's slopes, if there are any: one or two dimensions without gaps, f32.

@@ -1,10 +1,15 @@
 //! Dropout on a GPU: every row that takes it, dense and packed, both passes, and garbage in what is dropped.
 
-use hopper_attention::{Arch, DType, Device, Dropout, KernelInfo};
-use hopper_attention_tests::data::{Garbage, Input, Values};
+use hopper_attention::{Arch, DType, Device, Dropout, KernelInfo, Layout, Workspace, bf16};
+use hopper_attention_capi::HATTN_CPU;
+use hopper_attention_tests::backward;
+use hopper_attention_tests::c::{Plan, problem, tensor};
+use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
 use hopper_attention_tests::dropout::{cases, packed_cases};
-use hopper_attention_tests::gpu::Gpu;
+use hopper_attention_tests::gpu::{self, ByAddress, Gpu, OnDevice};
 use hopper_attention_tests::problems::{Case, Grid};
+use hopper_attention_tests::runner::Prepared;
+use hopper_attention_verify::dropout::add_to;
 
 use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
 use crate::packed::packing_rows;
@@ -98,4 +103,84 @@ fn every_problem_with_dropout_has_a_plan() {
         }
     }
     assert!(by_older > 0);
+}
+
+fn of_row(row: &KernelInfo) -> Case {
+    let case = Case::new(97, 130, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+    case.heads(2, 4, 2).dropout(0.3)
+}
+
+/// A state that differs in one bit of one word.
+fn others(state: [i32; 4]) -> impl Iterator<Item = [i32; 4]> {
+    (0..4).map(move |word| std::array::from_fn(|at| if at == word { state[at] ^ 1 } else { state[at] }))
+}
+
+/// A seed and an offset in host memory give the bits of those in the GPU's, in every row. Each of their words counts.
+#[test]
+fn the_state_may_be_on_the_host() {
+    let Some(gpu) = Gpu::open("the_state_may_be_on_the_host") else { return };
+    for row in dropping(&gpu, gpu.modified_rows(), false) {
+        with_dtype!(row.dtype(), host_state(&gpu, &row));
+    }
+    for row in dropping(&gpu, gpu.modified_backward_rows(), true) {
+        with_dtype!(row.dtype(), host_state_backward(&gpu, &row));
+    }
+}
+
+fn host_state<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = Prepared::<T>::new(&of_row(row));
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&gpu.stream, &prepared);
+    let expected = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let mut with = |state: [i32; 4]| {
+        on_device.poison(&gpu.stream, &prepared);
+        plan.run(&gpu.lane(), &mut workspace, add_to(&state, on_device.args(&prepared))).unwrap();
+        on_device.outputs(&gpu.stream, &prepared).unwrap()
+    };
+    let state = prepared.case.dropout_state().unwrap();
+    assert!(gpu::same_bits(&with(state), &expected), "{row}");
+    others(state).for_each(|other| assert!(!gpu::same_bits(&with(other), &expected), "{row}: {other:?}"));
+}
+
+fn host_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = backward::Prepared::<T>::new(&of_row(row));
+    let problem = prepared.problem.to_builder().deterministic(true).build().unwrap();
+    let plan = problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
+    let mut on_device = gpu::backward::OnDevice::new(&gpu.stream, &prepared);
+    let expected = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
+    let mut with = |state: [i32; 4]| {
+        on_device.poison(&gpu.stream, &prepared);
+        plan.run(&gpu.lane(), &mut workspace, add_to(&state, on_device.args(&prepared))).unwrap();
+        on_device.outputs(&gpu.stream, &prepared).unwrap()
+    };
+    let state = prepared.case.dropout_state().unwrap();
+    assert_eq!(gpu::backward::same_bits(&with(state), &expected), [true; 2], "{row}");
+    for other in others(state) {
+        assert!(gpu::backward::same_bits(&with(other), &expected) != [true; 2], "{row}: {other:?}");
+    }
+}
+
+/// The same through C, where the tensor says that it is in host memory.
+#[test]
+fn c_takes_a_state_on_the_host() {
+    let Some(gpu) = Gpu::open("c_takes_a_state_on_the_host") else { return };
+    let prepared = Prepared::<bf16>::new(&Case::new(97, 130, 64, hopper_attention::Mask::causal()).dropout(0.3));
+    let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
+    let on_device = OnDevice::new(&gpu.stream, &prepared);
+    let mut memory = on_device.c_memory(&gpu.stream, &prepared);
+    let state = prepared.case.dropout_state().unwrap();
+    let address = state.as_ptr().expose_provenance() as u64;
+    memory.dropout_state = Some(tensor(address, DType::I32, HATTN_CPU, Layout::contiguous([4]).unwrap()));
+    assert_eq!(plan.workspace_bytes(), 0);
+    // SAFETY: the memory outlives the work, for which `outputs` waits.
+    unsafe { plan.run(&memory, gpu.stream.cu_stream().cast()).unwrap() };
+    let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+    assert!(report.passed(), "{report}");
+    // Q there is refused.
+    memory.q = tensor(address, DType::BF16, HATTN_CPU, prepared.q.layout());
+    // SAFETY: as above; the address is not used.
+    let (_, text) = unsafe { plan.run(&memory, gpu.stream.cu_stream().cast()).unwrap_err() };
+    assert!(text.starts_with("q: on device cpu;"), "{text}");
 }

@@ -31,6 +31,7 @@ mod large;
 mod limits;
 mod margins;
 mod ordering;
+mod other_rows;
 mod packed;
 mod packed_fp8;
 mod packed_quantize;

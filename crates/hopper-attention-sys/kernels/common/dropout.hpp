@@ -4,7 +4,7 @@
 //     O = (P o Z) V    dV = (P o Z)^T dO    dS = P o (Z o dP - delta)    Z = factor or 0
 //
 // Which weights: Philox-4x32 with 7 rounds (Salmon et al. 2011) of a counter and a key. With query i and key j of a
-// sequence, and `state` of the caller:
+// sequence, and the caller's seed and offset:
 //
 //     key      seed low, seed high ^ offset high
 //     counter  j / 32 * 8 + j % 8, i / 16 * 8 + i % 8, batch * heads_q + head, offset low
@@ -50,15 +50,20 @@ struct DropoutOfHead {
   std::uint32_t offset;
 
   CUTE_DEVICE static DropoutOfHead of(Dropout const& dropout, int head) {
-    // (Read anew at each call: kept through all of a kernel, they would take registers.)
     uint4 words;
     asm volatile(
-        "ld.global.nc.b32 %0, [%4];\n"
-        "ld.global.nc.b32 %1, [%4 + 4];\n"
-        "ld.global.nc.b32 %2, [%4 + 8];\n"
-        "ld.global.nc.b32 %3, [%4 + 12];\n"
-        : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-        : "l"(dropout.state));
+        "{\n"
+        ".reg .pred in_memory;\n"
+        "setp.ne.b64 in_memory, %4, 0;\n"
+        "mov.b64 {%0, %1}, %5;\n"
+        "mov.b64 {%2, %3}, %6;\n"
+        "@in_memory ld.global.nc.b32 %0, [%4];\n"
+        "@in_memory ld.global.nc.b32 %1, [%4 + 4];\n"
+        "@in_memory ld.global.nc.b32 %2, [%4 + 8];\n"
+        "@in_memory ld.global.nc.b32 %3, [%4 + 12];\n"
+        "}\n"
+        : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+        : "l"(dropout.state), "l"(dropout.seed), "l"(dropout.offset));
     return {{words.x, words.y ^ words.w}, static_cast<std::uint32_t>(head), words.z};
   }
 

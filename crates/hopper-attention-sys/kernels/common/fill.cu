@@ -41,7 +41,8 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
     unsigned const word = isnan(sink) ? kNan : 0;
     reinterpret_cast<uint4*>(tensor.address + 2 * at)[group] = uint4{word, word, word, word};
     if (group == 0 && lse.address != 0) {
-      reinterpret_cast<float*>(lse.address)[entry * lse.stride_batch + head * lse.stride_head + position] = sink;
+      reinterpret_cast<float*>(
+          lse.address)[entry * lse.stride_batch + head * lse.stride_head + position * lse.stride_row] = sink;
     }
     if (isnan(sink) && filling.amax != nullptr) {
       *filling.amax = sink;  // by every thread that comes here a NaN
@@ -87,7 +88,8 @@ CUTE_DEVICE void fill_rows(TensorDesc const& tensor, int heads, int head_dim, Te
       std::int64_t const at = batch * tensor.stride_batch + row * tensor.stride_row + head * tensor.stride_head;
       reinterpret_cast<uint4*>(tensor.address + 2 * at)[chunk] = uint4{0, 0, 0, 0};
       if (chunk == 0 && lse.address != 0) {
-        reinterpret_cast<float*>(lse.address)[batch * lse.stride_batch + head * lse.stride_head + row] = -INFINITY;
+        reinterpret_cast<float*>(
+            lse.address)[batch * lse.stride_batch + head * lse.stride_head + row * lse.stride_row] = -INFINITY;
       }
     }
   }

@@ -15,11 +15,12 @@ inline Status to_status(cudaError_t error) noexcept {
 
 inline bool is_ok(Status const& status) noexcept { return status.code == StatusCode::Ok; }
 
-// Loads the module of a kernel on the current device.
+// Loads the module of a kernel on the current device. It sets the kernel's split of L1 and shared memory to what it is,
+// since that takes one call of the driver. (cudaFuncGetAttributes loads a module, too, and takes sixteen.)
 template <class Kernel>
 Status load_kernel(Kernel* kernel) noexcept {
-  cudaFuncAttributes attributes;
-  return to_status(cudaFuncGetAttributes(&attributes, kernel));
+  return to_status(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutDefault));
 }
 
 }  // namespace hattn

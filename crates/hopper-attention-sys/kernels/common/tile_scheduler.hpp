@@ -73,6 +73,12 @@ CUTE_DEVICE int keys_of(Scalars const&, PackedTile const& tile) {
 CUTE_DEVICE int first_row_of(Tile const&) { return 0; }
 CUTE_DEVICE int first_row_of(PackedTile const& tile) { return tile.q_begin; }
 
+// Where the LSE of a tile's head and of a query of its sequence lies, in elements.
+template <class TileRecord>
+CUTE_DEVICE std::int64_t lse_place(TensorDesc const& lse, TileRecord const& tile, int query) {
+  return tile.batch * lse.stride_batch + tile.head * lse.stride_head + (first_row_of(tile) + query) * lse.stride_row;
+}
+
 // kDrawsFirst: a CTA's first tile is drawn too. This is needed where tiles wait for tiles before them (an ordered
 // backward). Every tile before a drawn one belongs to a CTA that is running. A tile that follows from a CTA's index may
 // belong to a CTA that cannot start before others end.

@@ -85,6 +85,7 @@ fn one<C>(operand: &Operand, target: &Target<C>, tensor: &Given<'_>) -> Result<(
         });
     }
     let in_place = match target {
+        _ if operand.slot().may_be_on_the_host() && tensor.place == Place::Cpu => true,
         Target::Cpu => tensor.place == Place::Cpu,
         Target::Gpu(gpu) => gpu.ordinal().is_none_or(|ordinal| tensor.place == Place::Cuda(ordinal)),
     };

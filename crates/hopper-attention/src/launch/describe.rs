@@ -1,6 +1,6 @@
 //! From checked tensors to the descriptors that kernels read: an address and strides, both checked for alignment.
 
-use super::raw::{RawArgs, RawTensor, RawWorkspace};
+use super::raw::{Place, RawArgs, RawTensor, RawWorkspace};
 use crate::error::{Error, Result};
 use crate::operand::{MAX_RANK, Slot, SlotMap};
 
@@ -14,6 +14,8 @@ const STRIDE_END: i64 = 1 << 40;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read by the launch"))]
 pub(crate) struct KernelArgs {
     descriptors: SlotMap<Descriptor>,
+    /// The words of the seed and the offset of dropout, where they are on the host.
+    pub dropout_words: Option<[i32; 4]>,
     /// The address of the workspace.
     pub workspace: u64,
 }
@@ -33,6 +35,18 @@ pub(crate) struct Descriptor {
     pub stride_head: i64,
 }
 
+impl Descriptor {
+    /// The tensor with every so many heads as the rows of one head. With more than one it has one row, whose stride says nothing.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for a launch"))]
+    pub fn with_heads_as_rows(self, heads: usize) -> Self {
+        if heads == 1 {
+            return self;
+        }
+        let heads = i64::try_from(heads).unwrap_or(i64::MAX);
+        Self { stride_row: self.stride_head, stride_head: self.stride_head.saturating_mul(heads), ..self }
+    }
+}
+
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read by the launch"))]
 impl KernelArgs {
     /// Whether an operand was given.
@@ -46,13 +60,19 @@ impl KernelArgs {
     }
 }
 
-/// Describes the given tensors. `workspace_bytes` is what the plan needs of the workspace.
-pub(crate) fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelArgs> {
+/// Describes the given tensors. `workspace_bytes` is what the plan needs of the workspace. What is on the host is read.
+///
+/// # Safety
+/// A tensor on the host is of the type and shape of its slot, which the checks have seen, and may be read.
+pub(crate) unsafe fn describe(args: &RawArgs, workspace_bytes: usize) -> Result<KernelArgs> {
     let mut descriptors = SlotMap::default();
     for (slot, tensor) in args.tensors.iter() {
         descriptors.set(*slot, descriptor(*slot, tensor)?);
     }
-    Ok(KernelArgs { descriptors, workspace: workspace(args.workspace, workspace_bytes)? })
+    let on_the_host = args.get(Slot::DropoutState).is_some_and(|state| state.place == Place::Cpu);
+    // SAFETY: the caller's promise. The address was checked above.
+    let dropout_words = if on_the_host { unsafe { args.dropout_state() } } else { None };
+    Ok(KernelArgs { descriptors, dropout_words, workspace: workspace(args.workspace, workspace_bytes)? })
 }
 
 fn descriptor(slot: Slot, raw: &RawTensor) -> Result<Descriptor> {
@@ -180,7 +200,6 @@ fn workspace(workspace: RawWorkspace, need: usize) -> Result<u64> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::launch::raw::Place;
     use crate::layout::Layout;
 
     fn raw<const R: usize>(address: u64, dtype: DType, layout: Layout<R>) -> RawTensor {
@@ -192,7 +211,8 @@ mod tests {
     }
 
     fn described(slot: Slot, raw: RawTensor) -> Result<Descriptor> {
-        describe(&RawArgs::new().with(slot, raw), 0).map(|args| args.get(slot))
+        // SAFETY: nothing is on the host.
+        unsafe { describe(&RawArgs::new().with(slot, raw), 0) }.map(|args| args.get(slot))
     }
 
     fn refused(slot: Slot, raw: RawTensor) -> String {
@@ -203,8 +223,34 @@ mod tests {
     fn dense_tensors_pass_unchanged() {
         let q = described(Slot::Q, dense(0x1000, [2, 3, 4, 64])).unwrap();
         assert_eq!(q, Descriptor { address: 0x1000, stride_batch: 768, stride_row: 256, stride_head: 64 });
-        let args = describe(&RawArgs::new(), 0).unwrap();
+        // SAFETY: there is no tensor.
+        let args = unsafe { describe(&RawArgs::new(), 0).unwrap() };
         assert_eq!(args.get(Slot::Q), Descriptor::default());
+    }
+
+    #[test]
+    fn the_state_of_dropout_is_read_from_the_host() {
+        let words = [1, -2, 3, i32::MIN];
+        let described = |address: u64, place| {
+            let state = RawTensor::new(address, DType::I32, place, Layout::contiguous([4]).unwrap());
+            // SAFETY: what is on the host are those words.
+            unsafe { describe(&RawArgs::new().with(Slot::DropoutState, state), 0) }
+        };
+        let address = words.as_ptr().expose_provenance() as u64;
+        assert_eq!(described(address, Place::Cpu).unwrap().dropout_words, Some(words));
+        assert!(described(address + 1, Place::Cpu).is_err() && described(0, Place::Cpu).is_err());
+        assert_eq!(described(0x1000, Place::Cuda(0)).unwrap().dropout_words, None);
+    }
+
+    #[test]
+    fn heads_become_rows() {
+        let strided = Layout::with_strides([2, 1, 8, 64], [4096, 7, 128, 1]).unwrap();
+        let q = described(Slot::Q, raw(0x1000, DType::BF16, strided)).unwrap();
+        let of_four = Descriptor { address: 0x1000, stride_batch: 4096, stride_row: 128, stride_head: 512 };
+        assert_eq!((q.with_heads_as_rows(4), q.with_heads_as_rows(1)), (of_four, q));
+        let lse = raw(0x100, DType::F32, Layout::with_strides([2, 8, 1], [32, 3, 1]).unwrap());
+        let of_four = Descriptor { address: 0x100, stride_batch: 32, stride_row: 3, stride_head: 12 };
+        assert_eq!(described(Slot::Lse, lse).unwrap().with_heads_as_rows(4), of_four);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::operand::Slot;
 use crate::plan::{Choice, ForwardPlan, Planned};
 use crate::problem::ForwardProblem;
 #[cfg(feature = "cuda")]
-use crate::{scaling::Scaling, sequences::Side, sys};
+use crate::{plan::gathered, scaling::Scaling, sequences::Side, sys};
 
 impl Launch for ForwardPlan {
     type Choice = Choice;
@@ -129,17 +129,20 @@ unsafe fn forward_fp8<O: OutputOf<E4M3>>(plan: &ForwardPlan, args: &RawArgs) -> 
 #[cfg(feature = "cuda")]
 fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys::FwdParams> {
     let problem = plan.problem();
-    let dims = problem.dims();
+    let heads = choice.heads_as_queries as usize; // Never below 1.
+    let dims = gathered(problem.dims(), heads);
     let parts = choice.parts();
     let part = |offset: Option<usize>| offset.map_or(0, |offset| args.workspace + offset as u64);
     let operand = |slot| args.get(slot).into();
-    let tensor = |slot, side| rows_of_sequences(problem, slot, side, args.get(slot)).map(Into::into);
+    let tensor = |slot, side, heads| {
+        rows_of_sequences(problem, slot, side, args.get(slot).with_heads_as_rows(heads)).map(Into::into)
+    };
     Ok(sys::FwdParams {
-        q: tensor(Slot::Q, Side::Q)?,
-        k: tensor(Slot::K, Side::Kv)?,
-        v: tensor(Slot::V, Side::Kv)?,
-        o: tensor(Slot::O, Side::Q)?,
-        lse: operand(Slot::Lse),
+        q: tensor(Slot::Q, Side::Q, heads)?,
+        k: tensor(Slot::K, Side::Kv, 1)?,
+        v: tensor(Slot::V, Side::Kv, 1)?,
+        o: tensor(Slot::O, Side::Q, heads)?,
+        lse: args.get(Slot::Lse).with_heads_as_rows(heads).into(),
         descale_q: operand(Slot::DescaleQ),
         descale_k: operand(Slot::DescaleK),
         descale_v: operand(Slot::DescaleV),
@@ -168,7 +171,7 @@ fn params(plan: &ForwardPlan, choice: &Choice, args: &KernelArgs) -> Result<sys:
         output: sys::to_dtype(problem.output_dtype()).ok_or_else(|| not_computed(problem.output_dtype()))?,
         descale_q_group: match problem.scaling() {
             // All query heads that read one KV head share one factor of Q.
-            Some(Scaling::PerHead) => small("heads_q / heads_kv", problem.group_size())?,
+            Some(Scaling::PerHead) => small("heads_q / heads_kv", dims.group_size())?,
             _ => 1,
         },
         range_check: part(parts.range_check),

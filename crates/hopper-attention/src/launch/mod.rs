@@ -89,7 +89,8 @@ pub(crate) unsafe fn run_raw<P: Launch>(plan: &P, args: &RawArgs, stream: *mut c
             unsafe { plan.on_cpu(args) }
         }
         Target::Gpu(gpu) => {
-            let args = describe(args, *workspace_bytes)?;
+            // SAFETY: the caller's promise, and the checks above.
+            let args = unsafe { describe(args, *workspace_bytes)? };
             #[cfg(feature = "cuda")]
             {
                 let device = gpu.device.as_ref().ok_or_else(|| not_on_a_gpu(target))?;
@@ -328,11 +329,12 @@ fn blocks(
 #[cfg(feature = "cuda")]
 fn dropout(problem: &ForwardProblem, args: &KernelArgs) -> crate::sys::Dropout {
     let Some(dropout) = problem.drops() else { return crate::sys::Dropout::default() };
-    crate::sys::Dropout {
-        state: args.get(Slot::DropoutState).address,
-        dropped: dropout.dropped() as i32,
-        factor: problem.dropout_factor(),
-    }
+    let number = |low: i32, high: i32| u64::from(high as u32) << 32 | u64::from(low as u32);
+    let (state, [seed, offset]) = match args.dropout_words {
+        Some([a, b, c, d]) => (0, [number(a, b), number(c, d)]),
+        None => (args.get(Slot::DropoutState).address, [0; 2]),
+    };
+    crate::sys::Dropout { state, seed, offset, dropped: dropout.dropped() as i32, factor: problem.dropout_factor() }
 }
 
 /// An operand that the checks have found to be given, so that the error never occurs.

@@ -17,6 +17,7 @@ use std::cmp::Reverse;
 use std::fmt;
 
 use super::fitting::{MOST_TILES_TEXT, fitting, tile_count, unsupported};
+use super::gather::of_kernels;
 use super::key_shares::{Sharing, Work, is_wide};
 use super::lists::{ListParts, Lists};
 use super::packed::{most_tiles, table_bytes, typical_dims};
@@ -63,6 +64,9 @@ pub struct Fallback {
 pub struct Choice {
     /// The kernel.
     pub kernel: KernelInfo,
+    /// Number of query heads that the kernel takes for the queries of one head: 1, or those of a group (`gather.rs`). The other
+    /// numbers are of the problem that the kernel computes then.
+    pub heads_as_queries: i32,
     /// The keys that a query keeps, as the mask and the lengths say.
     pub bounds: Bounds,
     /// Number of tiles of one head: `ceil(seqlen_q / tile_m)`. Where the kernel reads lengths from memory (`packed`): the most
@@ -137,13 +141,22 @@ pub struct Choice {
 /// no row has, and the nearest that a row has. [`Error::Value`](crate::Error::Value) when the margin leaves no multiprocessor,
 /// and when the workspace is above the limit even if no tile is split.
 pub fn select(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Choice> {
-    within_limit(problem, schedule(problem, gpu, best(problem, gpu, rows)?, None, rows)?)
+    schedule_best(problem, gpu, rows, None, rows)
 }
 
-/// A choice, unless its workspace is above the problem's limit.
-fn within_limit(problem: &ForwardProblem, choice: Choice) -> Result<Choice> {
+/// The best of `rows` and its schedule, unless its workspace is above the problem's limit. A fallback comes from `all`.
+fn schedule_best(
+    problem: &ForwardProblem,
+    gpu: &DeviceFacts,
+    rows: &[KernelInfo],
+    sharing: Option<Sharing>,
+    all: &[KernelInfo],
+) -> Result<Choice> {
+    let computed = of_kernels(problem);
+    let choice = schedule(&computed, gpu, best(&computed, gpu, rows)?, sharing, all)?;
     check_limit(problem, choice.workspace_bytes())?;
-    Ok(choice)
+    let heads_as_queries = small(problem.dims().heads_q / computed.dims().heads_q);
+    Ok(Choice { heads_as_queries, ..choice })
 }
 
 /// As [`select`], but with this kernel, and with tiles that are shared so, where the kernel's tiles can be (`None`: in the best
@@ -160,7 +173,7 @@ pub(super) fn select_row(
     sharing: Option<Sharing>,
     rows: &[KernelInfo],
 ) -> Result<Choice> {
-    within_limit(problem, schedule(problem, gpu, best(problem, gpu, std::slice::from_ref(row))?, sharing, rows)?)
+    schedule_best(problem, gpu, std::slice::from_ref(row), sharing, rows)
 }
 
 fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<KernelInfo> {
@@ -173,8 +186,9 @@ fn best(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Res
 /// # Errors
 /// As [`select`], when no row computes the problem.
 pub fn candidates(problem: &ForwardProblem, gpu: &DeviceFacts, rows: &[KernelInfo]) -> Result<Vec<KernelInfo>> {
-    let mut fitting: Vec<KernelInfo> = fitting(Pass::Forward, problem, gpu, rows)?.into_iter().copied().collect();
-    fitting.sort_by_cached_key(|row| rank(problem, gpu, row));
+    let problem = of_kernels(problem);
+    let mut fitting: Vec<KernelInfo> = fitting(Pass::Forward, &problem, gpu, rows)?.into_iter().copied().collect();
+    fitting.sort_by_cached_key(|row| rank(&problem, gpu, row));
     Ok(fitting)
 }
 
@@ -339,6 +353,7 @@ fn schedule(
             || !work(problem, gpu, &kernel).goes_down());
     let choice = Choice {
         kernel,
+        heads_as_queries: 1,
         bounds,
         m_tiles: small(m_tiles),
         tiles,
@@ -372,6 +387,7 @@ fn schedule_packed(problem: &ForwardProblem, gpu: &DeviceFacts, kernel: KernelIn
     let bounds = Bounds::of(problem);
     Ok(Choice {
         kernel,
+        heads_as_queries: 1,
         bounds,
         m_tiles: small(list_size),
         tiles,
@@ -514,6 +530,9 @@ impl fmt::Display for Choice {
             "heads a group {heads_per_group}, groups {groups}, {} order",
             if self.tile_counter { "drawn" } else { "fixed" }
         )?;
+        if self.heads_as_queries > 1 {
+            write!(f, ", {} heads as queries", self.heads_as_queries)?;
+        }
         if self.split_tiles > 0 {
             write!(f, ", the last {} split", self.split_tiles)?;
         }

@@ -29,8 +29,9 @@ impl ForwardProblemBuilder {
     ///   refused.
     ///
     /// A run reads the operand [`Slot::DropoutState`]: the seed and the offset, as four `i32` words
-    /// ([`dropout_state`](crate::dropout_state)). It is read while the pass computes. So a program may change them in memory
-    /// from run to run. Use another offset (or seed) for each forward pass whose masks must differ.
+    /// ([`dropout_state`](crate::dropout_state)). On a GPU they may be in its memory: then they are read while the pass computes, so
+    /// that a CUDA graph may have others at each launch. Or they may be in host memory: then the call reads them, and a graph keeps
+    /// them. Use another offset (or seed) for each forward pass whose masks must differ.
     pub fn dropout(mut self, dropout: Option<Dropout>) -> Self {
         self.dropout = dropout;
         self

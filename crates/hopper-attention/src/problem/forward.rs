@@ -399,6 +399,12 @@ impl ForwardProblem {
         Self { dims, asked_for, packing: Packing::default(), bias: self.bias.map(Bias::of_sequence), ..self.clone() }
     }
 
+    /// The problem with other sizes and without a mask. `None` where there can be no such problem.
+    pub(crate) fn unmasked(&self, dims: Dims) -> Option<Self> {
+        dims.check().ok()?;
+        Some(Self { dims, mask: Mask::Full, ..self.clone() })
+    }
+
     /// The operands with offsets and lengths of sequences, which every pass of the problem reads.
     pub(super) fn lengths(&self) -> [Operand; 4] {
         LENGTHS.map(|slot| {

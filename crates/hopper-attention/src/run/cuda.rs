@@ -30,6 +30,7 @@ pub(super) fn run<P: Launch>(
         let context = match &tensor.memory {
             Memory::Cuda(view) => view.context(),
             Memory::CudaMut(view) => view.context(),
+            Memory::Host(..) if slot.may_be_on_the_host() => continue,
             Memory::Host(..) => return Err(on_the_host(slot.name(), stream)),
         };
         same_context(slot.name(), context, stream)?;
@@ -52,8 +53,9 @@ pub(super) fn run<P: Launch>(
         order.write(allocated_on, event(guard));
         raw = raw.with_workspace(address, bytes);
     }
-    let place = Place::Cuda(stream.context().ordinal());
+    let gpu_place = Place::Cuda(stream.context().ordinal());
     for (slot, tensor) in args.0.iter_mut() {
+        let mut place = gpu_place;
         let address = match &mut tensor.memory {
             Memory::Cuda(view) => {
                 let (address, event) = view.device_ptr(stream);
@@ -66,11 +68,15 @@ pub(super) fn run<P: Launch>(
                 order.write(allocated_on, event);
                 address
             }
-            Memory::Host(..) => return Err(on_the_host(slot.name(), stream)),
+            Memory::Host(address, _) => {
+                place = Place::Cpu;
+                *address
+            }
         };
         raw.tensors.set(*slot, RawTensor { address, dtype: tensor.dtype, place, layout: tensor.layout });
     }
-    let described = describe(&raw, plan.planned().workspace_bytes)?;
+    // SAFETY: the tensors are borrowed, and their layouts, types and shapes were checked. The host's may be there (above).
+    let described = unsafe { describe(&raw, plan.planned().workspace_bytes)? };
     order.before(!others.has_another())?;
     // SAFETY: each layout lies within its view (checked when the tensor was made). Outputs are injective and borrowed
     // exclusively. `order` orders this use against every other use. Stream and memory belong to the plan's GPU.

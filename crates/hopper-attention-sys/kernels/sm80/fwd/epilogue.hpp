@@ -24,8 +24,6 @@ struct Epilogue {
     float sums[Softmax::kRows];
     softmax.finish(sums);
     float inverse[Softmax::kRows];
-    float* const lse =
-        scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + first_row_of(tile);
     float const sink = sink_of_head(params, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
@@ -36,7 +34,7 @@ struct Epilogue {
       }
       int const query = row + 8 * r + lane / 4;
       if (scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile)) {
-        lse[query] = end.lse;
+        scalars.lse[lse_place(params.lse, tile, query)] = end.lse;
       }
     }
     auto o = HeadRows<Element>::of(params.o, tile.batch, tile.head);

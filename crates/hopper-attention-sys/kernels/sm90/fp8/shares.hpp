@@ -17,6 +17,7 @@
 #include "common/softmax.hpp"
 #include "sm90/cluster.hpp"
 #include "sm90/fp8/traits.hpp"
+#include "sm90/partial_sums.hpp"
 
 namespace hattn::sm90 {
 
@@ -78,24 +79,19 @@ struct Fp8Shares {
         others[group] = read_shared(own.output[group][place], share);
       }
       largest_v = share == 0 ? rows[0].w : largest_v;
-      // Both are first taken against the larger reference. (Equal also where both are -inf: no key.)
-      float own_factor[2];
-      float other_factor[2];
+      JointFactors factors[2];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float const joint = fmaxf(reference[r], rows[r].x);
-        own_factor[r] = reference[r] == joint ? 1.0F : exp2_approx(reference[r] - joint);
-        other_factor[r] = rows[r].x == joint ? 1.0F : exp2_approx(rows[r].x - joint);
-        reference[r] = joint;
-        sums[r] = sums[r] * own_factor[r] + rows[r].y * other_factor[r];
-        divisor[r] = divisor[r] * own_factor[r] + rows[r].z * other_factor[r];
+        factors[r] = JointFactors::of(reference[r], rows[r].x);
+        sums[r] = factors[r].sum(sums[r], rows[r].y);
+        divisor[r] = factors[r].sum(divisor[r], rows[r].z);
       }
       CUTE_UNROLL
       for (int group = 0; group < kGroups; ++group) {
         float const other[4] = {others[group].x, others[group].y, others[group].z, others[group].w};
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
-          output(4 * group + i) = output(4 * group + i) * own_factor[i / 2] + other[i] * other_factor[i / 2];
+          output(4 * group + i) = factors[i / 2].sum(output(4 * group + i), other[i]);
         }
       }
     }

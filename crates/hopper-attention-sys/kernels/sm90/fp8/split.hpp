@@ -34,6 +34,7 @@
 #include "common/tile_scheduler.hpp"
 #include "sm90/fp8/shares.hpp"
 #include "sm90/fp8/traits.hpp"
+#include "sm90/partial_sums.hpp"
 
 namespace hattn::sm90 {
 
@@ -135,25 +136,19 @@ struct Fp8Split {
     }
   }
 
-  // Waits for the partial sums in slot `slot` and adds them to those of the earlier piece. Both are first taken against
-  // the larger reference.
+  // Waits for the partial sums in slot `slot` and adds them to those of the earlier piece.
   template <class Output>
   CUTE_DEVICE static void add_partial(Fp8KernelParams const& params, int slot, int place, float (&reference)[2],
                                       float (&sums)[2], float (&divisor)[2], Output& output) {
     await_flag(flag_of(params, slot, place));
     float const* const from = partial_of(params, slot, place);
     auto const other = [&](int i) { return __ldcg(from + i * kThreads); };
-    float own_factor[2];
-    float other_factor[2];
+    JointFactors factors[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float const other_reference = other(kElements + r);
-      float const joint = fmaxf(reference[r], other_reference);
-      own_factor[r] = reference[r] == joint ? 1.0F : exp2_approx(reference[r] - joint);
-      other_factor[r] = other_reference == joint ? 1.0F : exp2_approx(other_reference - joint);
-      reference[r] = joint;
-      sums[r] = sums[r] * own_factor[r] + other(kElements + 2 + r) * other_factor[r];
-      divisor[r] = divisor[r] * own_factor[r] + other(kElements + 4 + r) * other_factor[r];
+      factors[r] = JointFactors::of(reference[r], other(kElements + r));
+      sums[r] = factors[r].sum(sums[r], other(kElements + 2 + r));
+      divisor[r] = factors[r].sum(divisor[r], other(kElements + 4 + r));
     }
     CUTE_UNROLL
     for (int i = 0; i < kElements; ++i) {
@@ -161,7 +156,7 @@ struct Fp8Split {
       if (i % 32 == 0) {
         __syncwarp();
       }
-      output(i) = output(i) * own_factor[i / 2 % 2] + other(i) * other_factor[i / 2 % 2];
+      output(i) = factors[i / 2 % 2].sum(output(i), other(i));
     }
   }
 

@@ -54,9 +54,7 @@ struct Epilogue {
       }
       int const query = first_query + 8 * r;
       store_if(scalars.lse != nullptr && lane % 4 == 0 && query < queries_of(scalars, tile),
-               scalars.lse + tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head +
-                   first_row_of(tile) + query,
-               end.lse);
+               scalars.lse + lse_place(params.lse, tile, query), end.lse);
     }
   }
 

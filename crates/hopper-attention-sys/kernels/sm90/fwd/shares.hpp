@@ -27,6 +27,7 @@
 #include "sm90/cluster.hpp"
 #include "sm90/fwd/rotation.hpp"
 #include "sm90/fwd/traits.hpp"
+#include "sm90/partial_sums.hpp"
 
 namespace hattn::sm90 {
 
@@ -184,23 +185,19 @@ struct Shares {
           parts[i] = __ldcg(&all[s].output[group(i)][place]);
         }
       }
-      float before_this[2];  // factors
-      float of_this[2];
+      JointFactors factors[2];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float const larger = fmaxf(references[r], rows[r].x);
-        before_this[r] = references[r] == larger ? 1.0F : exp2_approx(references[r] - larger);
-        of_this[r] = rows[r].x == larger ? 1.0F : exp2_approx(rows[r].x - larger);
-        references[r] = larger;
-        sums[r] = sums[r] * before_this[r] + rows[r].y * of_this[r];
+        factors[r] = JointFactors::of(references[r], rows[r].x);
+        sums[r] = factors[r].sum(sums[r], rows[r].y);
       }
       CUTE_UNROLL
       for (int i = 0; i < kMost; ++i) {
         if (group(i) < kGroups) {
-          total[i].x = total[i].x * before_this[0] + parts[i].x * of_this[0];
-          total[i].y = total[i].y * before_this[0] + parts[i].y * of_this[0];
-          total[i].z = total[i].z * before_this[1] + parts[i].z * of_this[1];
-          total[i].w = total[i].w * before_this[1] + parts[i].w * of_this[1];
+          total[i].x = factors[0].sum(total[i].x, parts[i].x);
+          total[i].y = factors[0].sum(total[i].y, parts[i].y);
+          total[i].z = factors[1].sum(total[i].z, parts[i].z);
+          total[i].w = factors[1].sum(total[i].w, parts[i].w);
         }
       }
     }
@@ -292,8 +289,7 @@ struct Shares {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         if (query + 8 * r < scalars.seqlen_q) {
-          scalars.lse[tile.batch * params.lse.stride_batch + tile.head * params.lse.stride_head + query + 8 * r] =
-              lse[r];
+          scalars.lse[lse_place(params.lse, tile, query + 8 * r)] = lse[r];
         }
       }
     }

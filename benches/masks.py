@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Times masks that `hattn bench` has not, through the Python package: chunks, a prefix, documents, spans and slices.
+
+Each mask is timed in turn with the problem without a mask, and with --flex beside PyTorch's FlexAttention. Operations are those
+of the blocks of 128 queries and 128 keys that hold a kept pair. A line has the mask, the part of all blocks that do, the times in
+us, and the rate of operations as a part of that without a mask.
+
+    HOPPER_ATTENTION_LIBRARY=libhopper_attention.so PYTHONPATH=python python3 benches/masks.py --seqlens 1024,8192 --dims 64,128
+"""
+
+import argparse
+import statistics
+import sys
+
+import hopper_attention
+import torch
+
+BLOCK = 128
+
+
+def masks(keys):
+    """Names of masks, and for each: what `attention` gets, and the pairs that are kept."""
+    position = torch.arange(keys, device="cuda")
+    query, key = position[:, None], position[None]
+    causal = query >= key
+    # Documents of uneven lengths, whose borders are not those of blocks. Every second one is a span, too.
+    borders = [int(part * keys) for part in (0, 0.07, 0.21, 0.33, 0.5, 0.81, 1)]
+    document = sum((position >= border).int() for border in borders[1:-1])
+    spans = list(zip(borders, borders[1:]))[::2]
+    in_span = sum((query >= begin) & (query < end) & (key >= begin) & (key < end) for begin, end in spans) > 0
+    chunk, prefix, window, half = keys // 8 + 3, keys // 4 + 5, keys // 8, keys // 2
+    yield "causal", {"causal": True}, causal
+    yield f"window {window}", {"causal": True, "window": (window, None)}, causal & (query - key <= window)
+    yield f"chunks of {chunk}", {"window": hopper_attention.Chunked(chunk)}, causal & (query // chunk == key // chunk)
+    yield f"prefix of {prefix}", {"window": hopper_attention.Prefix(prefix)}, causal | (key < prefix)
+    lists = hopper_attention.block_lists_from_documents(document[None], device="cuda")
+    yield "documents", {"causal": True, "block_mask": lists}, causal & (document[:, None] == document)
+    lists = hopper_attention.block_lists_from_spans([spans], keys, device="cuda")
+    yield "spans", {"block_mask": lists}, causal | in_span
+    ranges = [[0, half], [half, keys]], [[0, half], [half // 2, keys]]
+    lists = hopper_attention.block_lists_from_slices(*ranges, [0, 1], keys, device="cuda")
+    yield "two slices", {"block_mask": lists}, ((query < half) & (key < half)) | (causal & (query >= half) & (key >= half // 2))
+
+
+def blocks(kept):
+    """The part of blocks that hold a kept pair."""
+    size = kept.shape[0]
+    padded = torch.nn.functional.pad(kept, (0, -size % BLOCK, 0, -size % BLOCK))
+    count = padded.shape[0] // BLOCK
+    return padded.view(count, BLOCK, count, BLOCK).any(3).any(1).float().mean().item()
+
+
+def times(calls, rounds, flush):
+    """Medians in us of calls that are timed in turn, with L2 emptied before each."""
+    for call in calls:
+        for _ in range(3):
+            call()
+    taken = [[] for _ in calls]
+    for _ in range(rounds):
+        torch.cuda._sleep(2_000_000)  # the GPU waits while the host enqueues the round
+        ends = []
+        for call in calls:
+            flush.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            ends.append((start, end))
+        torch.cuda.synchronize()
+        for own, (start, end) in zip(taken, ends):
+            own.append(start.elapsed_time(end) * 1e3)
+    return [statistics.median(own) for own in taken]
+
+
+def flex_call(kept, q, k, v, d_o):
+    """A call of FlexAttention with the same mask, or what it raised. With d_o a backward."""
+    from torch.nn.attention import flex_attention as flex
+
+    keys = kept.shape[0]
+    mask = flex.create_block_mask(lambda b, h, i, j: kept[i, j], None, None, keys, keys, device="cuda")
+    attend = torch.compile(flex.flex_attention, dynamic=False)
+    heads_first = [x.detach().transpose(1, 2).requires_grad_(d_o is not None) for x in (q, k, v)]
+    o = attend(*heads_first, block_mask=mask)
+    if d_o is None:
+        return lambda: attend(*heads_first, block_mask=mask), o.transpose(1, 2)
+    gradient = d_o.transpose(1, 2)
+    return lambda: torch.autograd.grad(o, heads_first, gradient, retain_graph=True), o.transpose(1, 2)
+
+
+def ours_call(options, q, k, v, d_o):
+    inputs = [x.detach().requires_grad_(d_o is not None) for x in (q, k, v)]
+    o = hopper_attention.attention(*inputs, **options)
+    if d_o is None:
+        return (lambda: hopper_attention.attention(*inputs, **options)), o
+    return (lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)), o
+
+
+def check(o, kept, q, k, v):
+    """Holds some queries of one head against the definition."""
+    rows = torch.arange(0, q.shape[1], max(1, q.shape[1] // 61), device="cuda")
+    scores = (q[0, rows, 0].float() @ k[0, :, 0].float().T) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~kept[rows], float("-inf")).softmax(-1).nan_to_num()
+    worst = (weights @ v[0, :, 0].float() - o[0, rows, 0].float()).abs().max().item()
+    if not worst < 2e-2:
+        sys.exit(f"masks: an element of o is wrong by {worst}")
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlens", type=numbers, default=[1024, 8192])
+    parser.add_argument("--dims", type=numbers, default=[64, 128])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--flex", action="store_true")
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, {options.tokens} tokens, 2048 / head dim heads")
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    for direction in ("fwd", "bwd"):
+        for dim in options.dims:
+            for keys in options.seqlens:
+                shape = (max(1, options.tokens // keys), keys, 2048 // dim, dim)
+                q, k, v, d_o = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+                d_o = d_o if direction == "bwd" else None
+                plain, _ = ours_call({}, q, k, v, d_o)
+                for name, wanted, kept in masks(keys):
+                    call, o = ours_call(wanted, q, k, v, d_o)
+                    check(o.detach(), kept, q, k, v)
+                    calls, said = [plain, call], ""
+                    if options.flex:
+                        try:
+                            peer, o = flex_call(kept, q, k, v, d_o)
+                            check(o.detach(), kept, q, k, v)
+                            calls.append(peer)
+                        except Exception as error:  # a peer may fail in any way, and is then named as such
+                            said = f"; flex: {type(error).__name__}"
+                    part = blocks(kept)
+                    full, own, *others = times(calls, options.rounds, flush)
+                    said += "".join(f"; flex {other:.1f}, {other / own:.2f} of ours" for other in others)
+                    rate = f"{part * full / own:.3f} of the plain rate"
+                    print(f"{direction} d{dim} s{keys} {name}: blocks {part:.3f}; full {full:.1f}, ours {own:.1f}: {rate}{said}", flush=True)
+                    if options.flex:
+                        torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    main()

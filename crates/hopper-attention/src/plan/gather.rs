@@ -1,0 +1,99 @@
+//! One query in each sequence, as a decoder has for each new token: the query heads of a group become the queries of one head.
+//!
+//! A tile has queries of one head. With one query in a sequence, each query head would have a tile of its own, with one row of many
+//! in use, and each would read the keys and values that its group shares. Without a mask a query's place does not matter. So the
+//! kernels may take the query heads of a group for the queries of one head: then a group reads its keys and values once. Nothing
+//! moves in memory. The stride from one query to the next is the one from head to head.
+
+use std::borrow::Cow;
+
+use super::fitting::mask_class;
+use crate::arch::MaskClass;
+use crate::dtype::DType;
+use crate::problem::{Dims, ForwardProblem};
+use crate::scaling::Scaling;
+
+/// The problem that kernels compute for this one: the same, or one with the query heads of a group as the queries of one head.
+///
+/// The latter needs one query in each sequence, and a mask that keeps all keys. Nothing else may depend on the query head: not the
+/// sinks, ALiBi slopes, the bias, dropout, the maximum logits, or factors of e4m3 operands for each block of rows. And with e4m3
+/// operands there may be no LSE: those kernels take its queries to lie side by side. (With a stride there, the compiler has too few
+/// registers for one of them.)
+pub(super) fn of_kernels(problem: &ForwardProblem) -> Cow<'_, ForwardProblem> {
+    let of_heads = problem.sinks().is_some()
+        || problem.alibi().is_some()
+        || problem.bias().is_some()
+        || problem.drops().is_some()
+        || problem.wants_max_logits()
+        || problem.scaling() == Some(Scaling::PerBlock)
+        || (problem.dtype() == DType::E4M3 && problem.wants_lse());
+    let dims = problem.dims();
+    let is_one = dims.seqlen_q == 1 && !problem.has_lengths() && problem.block_mask().is_none();
+    if of_heads || !is_one || dims.group_size() == 1 || mask_class(problem) != MaskClass::Full {
+        return Cow::Borrowed(problem);
+    }
+    // (Queries and keys together may be too many then.)
+    problem.unmasked(gathered(dims, dims.group_size())).map_or(Cow::Borrowed(problem), Cow::Owned)
+}
+
+/// The sizes with so many query heads as the queries of one head.
+pub(crate) fn gathered(dims: Dims, heads: usize) -> Dims {
+    dims.with_seqlen_q(dims.seqlen_q * heads).with_heads_q(dims.heads_q / heads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mask::{Corner, Mask};
+    use crate::problem::{AlibiSlopes, Bias, Dropout, ForwardProblemBuilder};
+
+    const DIMS: Dims = Dims::new(2, 1, 8, 64).with_heads_kv(2).with_seqlen_kv(1000);
+
+    fn is_gathered(builder: ForwardProblemBuilder) -> bool {
+        let problem = builder.build().unwrap();
+        match of_kernels(&problem) {
+            Cow::Borrowed(same) => {
+                assert_eq!(same, &problem);
+                false
+            }
+            Cow::Owned(other) => {
+                let dims = problem.dims();
+                assert_eq!(other.dims(), dims.with_seqlen_q(dims.group_size()).with_heads_q(dims.heads_kv));
+                assert_eq!(other, problem.unmasked(other.dims()).unwrap());
+                true
+            }
+        }
+    }
+
+    #[test]
+    fn one_query_that_sees_all_keys_is_gathered() {
+        let problem = |dims| ForwardProblem::builder(DType::BF16, dims).lse(true).softcap(30.0).softmax_scale(0.5);
+        assert!(is_gathered(problem(DIMS)));
+        assert!(is_gathered(problem(DIMS.with_heads_kv(1)).mask(Mask::causal())));
+        assert!(is_gathered(problem(DIMS).mask(Mask::window(Some(999), None))));
+        assert!(!is_gathered(problem(DIMS).mask(Mask::window(Some(998), None))));
+        assert!(!is_gathered(problem(DIMS).mask(Mask::Causal { corner: Corner::TopLeft })));
+        assert!(!is_gathered(problem(DIMS.with_heads_kv(8))));
+        assert!(!is_gathered(problem(DIMS.with_seqlen_q(2))));
+        assert!(!is_gathered(problem(DIMS.with_seqlen_q(0))));
+        // Four queries and so many keys would be too many.
+        assert!(!is_gathered(problem(DIMS.with_seqlen_kv((1 << 30) - 4))));
+    }
+
+    #[test]
+    fn what_depends_on_the_query_head_stays_as_it_is() {
+        let problem = |dtype| ForwardProblem::builder(dtype, DIMS);
+        for (scaling, expected) in [(Scaling::PerTensor, true), (Scaling::PerHead, true), (Scaling::PerBlock, false)] {
+            assert_eq!(is_gathered(problem(DType::E4M3).scaling(scaling).amax(true)), expected, "{scaling}");
+        }
+        assert!(!is_gathered(problem(DType::E4M3).lse(true)) && is_gathered(problem(DType::F16).lse(true)));
+        let problem = || problem(DType::F16);
+        assert!(!is_gathered(problem().sinks(DType::F32)));
+        assert!(!is_gathered(problem().alibi(AlibiSlopes::PerHead)));
+        assert!(!is_gathered(problem().bias(Some(Bias::new(DType::F32)))));
+        assert!(!is_gathered(problem().max_logits(true)));
+        assert!(!is_gathered(problem().dropout(Some(Dropout::new(0.1).unwrap()))));
+        assert!(!is_gathered(problem().used_kv(true)));
+        assert!(is_gathered(problem()));
+    }
+}
