@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""How the rate grows with the length of one sequence, the clock said: what `hattn plot` makes charts of.
+"""Times one sequence of 8k to 512k tokens, and says the clock: `hattn plot` makes charts of the output.
 
-A point is called for --seconds, again and again, L2 emptied before each call. The figure is the median of the second half of the
-calls, and the clock that of the multiprocessors meanwhile (nvidia-smi). Long calls draw so much power that the card lowers its
-clock, so that a point is hot when it is read. Lines are TFLOP/s by the operations of the papers: half of all under a causal mask.
+Each point is called again and again for --seconds, with L2 emptied before each call. Its time is the median of the second half
+of the calls: by then the card is warm, and has lowered its clock. The clock is that of the multiprocessors meanwhile, as
+nvidia-smi says. A line has TFLOP/s. FLOPs are 4 * tokens^2 * head_dim * heads, 2.5 times that in the backward, and half under a
+causal mask. From 256k tokens on there are half as many heads.
 
     HOPPER_ATTENTION_LIBRARY=libhopper_attention.so PYTHONPATH=python python3 benches/growth.py --heads 16/16,16/4 >growth.txt
 """

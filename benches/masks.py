@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Times masks that `hattn bench` has not, through the Python package: chunks, a prefix, documents, spans and slices.
+"""Times masks that `hattn bench` lacks: chunks, a prefix, documents, spans and slices.
 
-Each mask is timed in turn with the problem without a mask, and with --flex beside PyTorch's FlexAttention. Operations are those
-of the blocks of 128 queries and 128 keys that hold a kept pair. A line has the mask, the part of all blocks that do, the times in
-us, and the rate of operations as a part of that without a mask.
+- Documents: a query sees the keys of its own document up to its own. Spans: runs of tokens that see each other in both
+  directions, in a causal mask. Slices: pairs of a range of queries and a range of keys.
+- Each mask is timed in turn with the problem without a mask (`full`), and with --flex beside PyTorch's FlexAttention.
+- Work is counted in blocks of 128 queries and 128 keys that hold a kept pair. A line has the mask, the part of all blocks
+  that do (`blocks`), the times in us, and blocks * full / ours: the rate relative to that without a mask. 1 is ideal.
 
     HOPPER_ATTENTION_LIBRARY=libhopper_attention.so PYTHONPATH=python python3 benches/masks.py --seqlens 1024,8192 --dims 64,128
 """

@@ -1,8 +1,9 @@
-//! One query in each sequence, as a decoder has for each new token: the query heads of a group become the queries of one head.
+//! One query in each sequence, as a decoder has for each new token: the query heads of a KV head become the queries of one head.
+//! That is called *gathering* here.
 //!
 //! A tile has queries of one head. With one query in a sequence, each query head would have a tile of its own, with one row of many
-//! in use, and each would read the keys and values that its group shares. Without a mask a query's place does not matter. So the
-//! kernels may take the query heads of a group for the queries of one head: then a group reads its keys and values once. Nothing
+//! in use, and each would read the keys and values of its KV head. Where a query sees all keys, its place does not matter. So the
+//! kernels may take the query heads of a KV head for the queries of one head, which then reads its keys and values once. Nothing
 //! moves in memory. The stride from one query to the next is the one from head to head.
 
 use std::borrow::Cow;
@@ -13,12 +14,13 @@ use crate::dtype::DType;
 use crate::problem::{Dims, ForwardProblem};
 use crate::scaling::Scaling;
 
-/// The problem that kernels compute for this one: the same, or one with the query heads of a group as the queries of one head.
+/// The problem that kernels compute for this one: the same, or one with the query heads of a KV head as the queries of one head.
 ///
-/// The latter needs one query in each sequence, and a mask that keeps all keys. Nothing else may depend on the query head: not the
-/// sinks, ALiBi slopes, the bias, dropout, the maximum logits, or factors of e4m3 operands for each block of rows. And with e4m3
-/// operands there may be no LSE: those kernels take its queries to lie side by side. (With a stride there, the compiler has too few
-/// registers for one of them.)
+/// The latter needs one query in each sequence, several query heads for each KV head, and a mask that keeps all keys of that query
+/// (as a causal one does at the bottom right). Lengths in memory and lists of blocks are not gathered. Nothing else may depend on
+/// the query head: not the sinks, ALiBi slopes, the bias, dropout, the maximum logits, or factors of e4m3 operands for each block
+/// of rows. And with e4m3 operands there may be no LSE: those kernels write the LSE of neighbouring queries side by side. (With a
+/// stride there, the compiler has too few registers for one of them.)
 pub(super) fn of_kernels(problem: &ForwardProblem) -> Cow<'_, ForwardProblem> {
     let of_heads = problem.sinks().is_some()
         || problem.alibi().is_some()
@@ -36,7 +38,7 @@ pub(super) fn of_kernels(problem: &ForwardProblem) -> Cow<'_, ForwardProblem> {
     problem.unmasked(gathered(dims, dims.group_size())).map_or(Cow::Borrowed(problem), Cow::Owned)
 }
 
-/// The sizes with so many query heads as the queries of one head.
+/// The sizes with every `heads` query heads as the queries of one head.
 pub(crate) fn gathered(dims: Dims, heads: usize) -> Dims {
     dims.with_seqlen_q(dims.seqlen_q * heads).with_heads_q(dims.heads_q / heads)
 }
