@@ -10,6 +10,7 @@ causal mask. From 256k tokens on there are half as many heads.
 """
 
 import argparse
+import atexit
 import statistics
 import subprocess
 import threading
@@ -29,6 +30,7 @@ class Clock:
         query = ["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "50"]
         self.seen = []
         self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.process.terminate)
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self):
@@ -37,7 +39,7 @@ class Clock:
 
     def since(self, begin):
         """The median since a time, or the last one where none came since."""
-        return statistics.median([mhz for at, mhz in self.seen if at >= begin] or [self.seen[-1][1]])
+        return statistics.median([mhz for at, mhz in self.seen if at >= begin] or [mhz for _, mhz in self.seen[-1:]] or [0.0])
 
 
 def calls(direction, causal, shape_q, shape_kv):
@@ -57,6 +59,7 @@ def measure(call, seconds, flush, clock):
     torch.cuda.synchronize()
     begin, taken = time.monotonic(), []
     while time.monotonic() - begin < seconds or len(taken) < 3:
+        torch.cuda._sleep(1_000_000)  # the GPU waits while the host enqueues the call
         flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -89,7 +92,7 @@ def main():
                 for heads in options.heads:
                     for tokens in options.tokens:
                         length = int(tokens.rstrip("k")) << 10
-                        heads_q, heads_kv = (int(n) // (2 if length >= LONG else 1) for n in heads.split("/"))
+                        heads_q, heads_kv = (max(1, int(n) // (2 if length >= LONG else 1)) for n in heads.split("/"))
                         call = calls(direction, mask == "causal", (1, length, heads_q, dim), (1, length, heads_kv, dim))
                         ms, mhz = measure(call, options.seconds, flush, clock)
                         flops = 4 * length**2 * dim * heads_q * (2.5 if direction == "bwd" else 1) / (2 if mask == "causal" else 1)
@@ -97,8 +100,6 @@ def main():
                         print(f"{name}: hopper-attention {flops / ms / 1e9:.0f} ({mhz:.0f} MHz); {ms:.3g} ms", flush=True)
                         del call
                         torch.cuda.empty_cache()
-    clock.process.terminate()
-
 
 if __name__ == "__main__":
     main()

@@ -314,6 +314,13 @@ fn placements() -> Vec<Case> {
             }
         }
         cases.push(Case { placement, ..Case::new(1, 1, 64, Mask::Full).heads(2, 2, 2) });
+        // One query: plans for a GPU take the query heads of a KV head for the queries of one head.
+        for mask in [Mask::Full, Mask::causal()] {
+            for (head_dim, (batch, heads_q, heads_kv)) in [(64, (3, 8, 1)), (128, (2, 8, 2)), (72, (2, 6, 2))] {
+                let case = Case::new(1, 300, head_dim, mask).heads(batch, heads_q, heads_kv);
+                cases.push(Case { placement, ..case });
+            }
+        }
     }
     cases
 }

@@ -51,6 +51,8 @@ struct DropoutOfHead {
 
   CUTE_DEVICE static DropoutOfHead of(Dropout const& dropout, int head) {
     uint4 words;
+    // Read anew at each call: kept through all of a kernel, the words would take registers. And all in one statement:
+    // moves of their own made a kernel spill.
     asm volatile(
         "{\n"
         ".reg .pred in_memory;\n"

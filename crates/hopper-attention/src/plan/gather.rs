@@ -12,23 +12,21 @@ use super::fitting::mask_class;
 use crate::arch::MaskClass;
 use crate::dtype::DType;
 use crate::problem::{Dims, ForwardProblem};
-use crate::scaling::Scaling;
 
 /// The problem that kernels compute for this one: the same, or one with the query heads of a KV head as the queries of one head.
 ///
 /// The latter needs one query in each sequence, several query heads for each KV head, and a mask that keeps all keys of that query
 /// (as a causal one does at the bottom right). Lengths in memory and lists of blocks are not gathered. Nothing else may depend on
-/// the query head: not the sinks, ALiBi slopes, the bias, dropout, the maximum logits, or factors of e4m3 operands for each block
-/// of rows. And with e4m3 operands there may be no LSE: those kernels write the LSE of neighbouring queries side by side. (With a
-/// stride there, the compiler has too few registers for one of them.)
+/// the query head: not the sinks, ALiBi slopes, the bias, dropout or the maximum logits. Nor are e4m3 operands gathered: those
+/// kernels write the LSE of neighbouring queries side by side. (With a stride there, the compiler has too few registers for one of
+/// them.)
 pub(super) fn of_kernels(problem: &ForwardProblem) -> Cow<'_, ForwardProblem> {
     let of_heads = problem.sinks().is_some()
         || problem.alibi().is_some()
         || problem.bias().is_some()
         || problem.drops().is_some()
         || problem.wants_max_logits()
-        || problem.scaling() == Some(Scaling::PerBlock)
-        || (problem.dtype() == DType::E4M3 && problem.wants_lse());
+        || problem.dtype() == DType::E4M3;
     let dims = problem.dims();
     let is_one = dims.seqlen_q == 1 && !problem.has_lengths() && problem.block_mask().is_none();
     if of_heads || !is_one || dims.group_size() == 1 || mask_class(problem) != MaskClass::Full {
@@ -61,7 +59,8 @@ mod tests {
             Cow::Owned(other) => {
                 let dims = problem.dims();
                 assert_eq!(other.dims(), dims.with_seqlen_q(dims.group_size()).with_heads_q(dims.heads_kv));
-                assert_eq!(other, problem.unmasked(other.dims()).unwrap());
+                let unmasked = problem.to_builder().mask(Mask::Full).build().unwrap();
+                assert_eq!(other.unmasked(dims), Some(unmasked), "all but the sizes and the mask is as it was");
                 true
             }
         }
@@ -85,10 +84,7 @@ mod tests {
     #[test]
     fn what_depends_on_the_query_head_stays_as_it_is() {
         let problem = |dtype| ForwardProblem::builder(dtype, DIMS);
-        for (scaling, expected) in [(Scaling::PerTensor, true), (Scaling::PerHead, true), (Scaling::PerBlock, false)] {
-            assert_eq!(is_gathered(problem(DType::E4M3).scaling(scaling).amax(true)), expected, "{scaling}");
-        }
-        assert!(!is_gathered(problem(DType::E4M3).lse(true)) && is_gathered(problem(DType::F16).lse(true)));
+        assert!(!is_gathered(problem(DType::E4M3)) && is_gathered(problem(DType::F16)));
         let problem = || problem(DType::F16);
         assert!(!is_gathered(problem().sinks(DType::F32)));
         assert!(!is_gathered(problem().alibi(AlibiSlopes::PerHead)));

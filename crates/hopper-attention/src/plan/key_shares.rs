@@ -282,12 +282,7 @@ impl Work {
         if self.tiles <= self.multiprocessors {
             return LAUNCH + start + longest;
         }
-        // With e4m3 operands CTAs draw under a full mask, too, but not in a launch of two rounds (`schedule`), whose tiles all have
-        // equal work.
-        let two_rounds = self.kernel.dtype == DType::E4M3
-            && self.kernel.mask == MaskClass::Full
-            && self.tiles <= 2 * self.multiprocessors;
-        if !self.drawn || two_rounds {
+        if !self.drawn {
             return LAUNCH + start + self.tiles.div_ceil(self.multiprocessors) as f64 * longest;
         }
         let each = mean(&|visits| visits) * block + border;
@@ -391,32 +386,6 @@ mod tests {
         assert_eq!(time(4, 512, narrow).0, Sharing::cluster(2));
         assert!(time(32, 512, narrow).1 > time(32, 512, wide).1);
         assert!(time(16, 4096, narrow).1 > time(16, 4096, wide).1);
-    }
-
-    #[test]
-    fn two_rounds_of_equal_tiles_take_two_tiles_time() {
-        let row = |tile_m| KernelInfo {
-            arch: Arch::Sm90,
-            dtype: DType::E4M3,
-            mask: MaskClass::Full,
-            head_dim_qk: 128,
-            head_dim_vo: 128,
-            tile_m,
-            tile_n: 128,
-            scores: DType::F16,
-            ..ROW
-        };
-        let time = |heads, seqlen, tile_m| {
-            let dims = square(heads, seqlen, 128);
-            let problem = ForwardProblem::builder(DType::E4M3, dims).half_scores(true).build().unwrap();
-            Work::new(&row(tile_m), dims, Bounds::of(&problem), 132, true).best().1
-        };
-        // 176 tiles of 192 queries or 256 of 128: two rounds of both, of which the latter's are shorter.
-        for (heads, seqlen) in [(8, 4096), (16, 2048)] {
-            assert!(time(heads, seqlen, 128) < 0.85 * time(heads, seqlen, 192), "{heads} heads, {seqlen} tokens");
-        }
-        // 352 or 512 tiles: many rounds, which CTAs share out.
-        assert!(time(16, 4096, 192) < 1.05 * time(16, 4096, 128));
     }
 
     #[test]

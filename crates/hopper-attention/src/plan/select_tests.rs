@@ -569,6 +569,8 @@ fn head_dims_beyond_those_of_all_rows_are_refused_by_name() {
 
 #[path = "select_dims_tests.rs"]
 mod dims;
+#[path = "select_gather_tests.rs"]
+mod gather;
 use dims::wide;
 
 const A100: DeviceFacts = gpu(8, 0, 108, 163);

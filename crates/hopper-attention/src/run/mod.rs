@@ -44,7 +44,8 @@ macro_rules! runs {
             ///   and above 0. (A descale factor that a forward reads may be 0.)
             /// - [`Dtype`](crate::Error::Dtype) or [`Shape`](crate::Error::Shape): an operand's type or shape is not the
             ///   problem's.
-            /// - [`Device`](crate::Error::Device): the stream, the workspace or a tensor is not where the plan is.
+            /// - [`Device`](crate::Error::Device): the stream, the workspace or a tensor is not where the plan is. (A run on a
+            ///   GPU takes the state of dropout from the host, too.)
             /// - [`Workspace`](crate::Error::Workspace): the workspace is too small.
             /// - [`Layout`](crate::Error::Layout), on a GPU: an address or a stride is not a multiple of 16 bytes, or a stride
             ///   reaches 2^40 bytes. For f32 tensors with fewer than four dimensions: an address is not a multiple of 4 bytes.
@@ -80,7 +81,8 @@ macro_rules! runs {
             /// # Safety
             /// "Until the work is done" means: until the call returns on the CPU, until the stream has done the work on a GPU.
             /// - Each tensor's memory is in the place that its [`RawTensor`](crate::raw::RawTensor) says. All elements that
-            ///   its layout reaches are valid memory until the work is done.
+            ///   its layout reaches are valid memory until the work is done. (The state of dropout in host memory, for a run on a
+            ///   GPU: until the call returns.)
             /// - Tensors that are read are initialised when the work starts.
             /// - The workspace is on the plan's device, and valid until the work is done.
             /// - Until the work is done, nothing else writes a tensor that is read, and nothing else reads or writes the
