@@ -101,5 +101,6 @@ def main():
                         del call
                         torch.cuda.empty_cache()
 
+
 if __name__ == "__main__":
     main()

@@ -78,7 +78,7 @@ def times(calls, rounds, flush):
 
 
 def flex_call(keeps, q, k, v, d_o):
-    """A call of FlexAttention with the same mask, or what it raised. With d_o a backward."""
+    """A call of FlexAttention with the same mask, and its O. With d_o a backward."""
     from torch.nn.attention import flex_attention as flex
 
     keys = q.shape[1]
@@ -93,6 +93,7 @@ def flex_call(keeps, q, k, v, d_o):
 
 
 def ours_call(options, q, k, v, d_o):
+    """The same of ours, with these options of `attention`."""
     inputs = [x.detach().requires_grad_(d_o is not None) for x in (q, k, v)]
     o = hopper_attention.attention(*inputs, **options)
     if d_o is None:

@@ -110,9 +110,18 @@ fn of_row(row: &KernelInfo) -> Case {
     case.heads(2, 4, 2).dropout(0.3)
 }
 
-/// A state that differs in one bit of one word.
-fn others(state: [i32; 4]) -> impl Iterator<Item = [i32; 4]> {
-    (0..4).map(move |word| std::array::from_fn(|at| if at == word { state[at] ^ 1 } else { state[at] }))
+/// Runs with a state, and with those that differ in one bit of one word: `same` compares with what is expected of the state.
+fn each_word_counts<O>(
+    row: &KernelInfo,
+    state: [i32; 4],
+    mut run: impl FnMut([i32; 4]) -> O,
+    same: impl Fn(&O) -> bool,
+) {
+    assert!(same(&run(state)), "{row}");
+    for word in 0..4 {
+        let other = std::array::from_fn(|at| if at == word { state[at] ^ 1 } else { state[at] });
+        assert!(!same(&run(other)), "{row}: {other:?}");
+    }
 }
 
 /// A seed and an offset in host memory give the bits of those in the GPU's, in every row. Each of their words counts.
@@ -133,14 +142,13 @@ fn host_state<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, &prepared);
     let expected = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-    let mut with = |state: [i32; 4]| {
+    let run = |state: [i32; 4]| {
         on_device.poison(&gpu.stream, &prepared);
         plan.run(&gpu.lane(), &mut workspace, add_to(&state, on_device.args(&prepared))).unwrap();
         on_device.outputs(&gpu.stream, &prepared).unwrap()
     };
-    let state = prepared.case.dropout_state().unwrap();
-    assert!(gpu::same_bits(&with(state), &expected), "{row}");
-    others(state).for_each(|other| assert!(!gpu::same_bits(&with(other), &expected), "{row}: {other:?}"));
+    let same = |outputs: &_| gpu::same_bits(outputs, &expected);
+    each_word_counts(row, prepared.case.dropout_state().unwrap(), run, same);
 }
 
 fn host_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
@@ -150,16 +158,13 @@ fn host_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = gpu::backward::OnDevice::new(&gpu.stream, &prepared);
     let expected = on_device.run(&gpu.stream, &mut workspace, &plan, &prepared).unwrap();
-    let mut with = |state: [i32; 4]| {
+    let run = |state: [i32; 4]| {
         on_device.poison(&gpu.stream, &prepared);
         plan.run(&gpu.lane(), &mut workspace, add_to(&state, on_device.args(&prepared))).unwrap();
         on_device.outputs(&gpu.stream, &prepared).unwrap()
     };
-    let state = prepared.case.dropout_state().unwrap();
-    assert_eq!(gpu::backward::same_bits(&with(state), &expected), [true; 2], "{row}");
-    for other in others(state) {
-        assert!(gpu::backward::same_bits(&with(other), &expected) != [true; 2], "{row}: {other:?}");
-    }
+    let same = |outputs: &_| gpu::backward::same_bits(outputs, &expected) == [true; 2];
+    each_word_counts(row, prepared.case.dropout_state().unwrap(), run, same);
 }
 
 /// The same through C, where the tensor says that it is in host memory.

@@ -22,6 +22,12 @@ struct Filling {
   float* amax;
 };
 
+CUTE_DEVICE void store_lse(TensorDesc const& lse, std::int64_t batch, std::int64_t head, std::int64_t row,
+                           float value) {
+  reinterpret_cast<float*>(lse.address)[batch * lse.stride_batch + head * lse.stride_head + row * lse.stride_row] =
+      value;
+}
+
 __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, int head_dim, Filling const filling) {
   constexpr unsigned kNan = 0x7fff7fffU;  // two f16, two bf16, and four e4m3
   TensorDesc const& lse = filling.lse;
@@ -41,8 +47,7 @@ __global__ void fill(TensorDesc const tensor, int batch, int seqlen, int heads, 
     unsigned const word = isnan(sink) ? kNan : 0;
     reinterpret_cast<uint4*>(tensor.address + 2 * at)[group] = uint4{word, word, word, word};
     if (group == 0 && lse.address != 0) {
-      reinterpret_cast<float*>(
-          lse.address)[entry * lse.stride_batch + head * lse.stride_head + position * lse.stride_row] = sink;
+      store_lse(lse, entry, head, position, sink);
     }
     if (isnan(sink) && filling.amax != nullptr) {
       *filling.amax = sink;  // by every thread that comes here a NaN
@@ -88,8 +93,7 @@ CUTE_DEVICE void fill_rows(TensorDesc const& tensor, int heads, int head_dim, Te
       std::int64_t const at = batch * tensor.stride_batch + row * tensor.stride_row + head * tensor.stride_head;
       reinterpret_cast<uint4*>(tensor.address + 2 * at)[chunk] = uint4{0, 0, 0, 0};
       if (chunk == 0 && lse.address != 0) {
-        reinterpret_cast<float*>(
-            lse.address)[batch * lse.stride_batch + head * lse.stride_head + row * lse.stride_row] = -INFINITY;
+        store_lse(lse, batch, head, row, -INFINITY);
       }
     }
   }
