@@ -19,6 +19,8 @@ import time
 import hopper_attention
 import torch
 
+import timing
+
 # From so many tokens on there are half as many heads: memory and time are short.
 LONG = 256 << 10
 
@@ -60,11 +62,7 @@ def measure(call, seconds, flush, clock):
     begin, taken = time.monotonic(), []
     while time.monotonic() - begin < seconds or len(taken) < 3:
         torch.cuda._sleep(1_000_000)  # the GPU waits while the host enqueues the call
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
+        start, end = timing.timed(call, flush)
         end.synchronize()
         taken.append((time.monotonic(), start.elapsed_time(end)))
     late = taken[len(taken) // 2 :]
@@ -85,7 +83,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=1.1)
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, one sequence")
-    flush, clock = torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), Clock()
+    flush, clock = timing.flush_memory(), Clock()
     for direction in options.directions:
         for dim in map(int, options.dims):
             for mask in options.masks:

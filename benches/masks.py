@@ -11,11 +11,12 @@
 """
 
 import argparse
-import statistics
 import sys
 
 import hopper_attention
 import torch
+
+import timing
 
 BLOCK = 128
 
@@ -51,30 +52,6 @@ def blocks(kept):
     padded = torch.nn.functional.pad(kept, (0, -size % BLOCK, 0, -size % BLOCK))
     count = padded.shape[0] // BLOCK
     return padded.view(count, BLOCK, count, BLOCK).any(3).any(1).float().mean().item()
-
-
-def times(calls, rounds, flush):
-    """Medians in us of calls that are timed in turn, with L2 emptied before each."""
-    for call in calls:
-        for _ in range(3):
-            call()
-    taken = [[] for _ in calls]
-    for turn in range(rounds):
-        torch.cuda._sleep(2_000_000)  # the GPU waits while the host enqueues the round
-        ends = []
-        # What a call comes after can change its time, so that the order turns.
-        order = list(enumerate(calls))[:: -1 if turn % 2 else 1]
-        for at, call in order:
-            flush.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            ends.append((at, start, end))
-        torch.cuda.synchronize()
-        for at, start, end in ends:
-            taken[at].append(start.elapsed_time(end) * 1e3)
-    return [statistics.median(own) for own in taken]
 
 
 def flex_call(keeps, q, k, v, d_o):
@@ -125,7 +102,7 @@ def main():
     parser.add_argument("--flex", action="store_true")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, {options.tokens} tokens, 2048 / head dim heads")
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    flush = timing.flush_memory()
     for direction in ("fwd", "bwd"):
         for dim in options.dims:
             for keys in options.seqlens:
@@ -147,10 +124,11 @@ def main():
                         except Exception as error:  # a peer may fail in any way, and is then named as such
                             said = f"; flex: {type(error).__name__}"
                     part = blocks(kept)
-                    full, own, *others = times(calls, options.rounds, flush)
+                    full, own, *others = timing.times(calls, options.rounds, flush)
                     said += "".join(f"; flex {other:.1f}, {other / own:.2f} of ours" for other in others)
                     rate = f"{part * full / own:.3f} of the plain rate"
-                    print(f"{direction} d{dim} s{keys} {name}: blocks {part:.3f}; full {full:.1f}, ours {own:.1f}: {rate}{said}", flush=True)
+                    point = f"{direction} d{dim} s{keys} {name}"
+                    print(f"{point}: blocks {part:.3f}; full {full:.1f}, ours {own:.1f}: {rate}{said}", flush=True)
                     if options.flex:
                         torch._dynamo.reset()
 

@@ -3,20 +3,21 @@
 
     benches/quantize.py [--library libhopper_attention.so] [--seqlen N] [--batch N] [--heads N] [--head-dim N] [--layout bshd|bhsd]
 
-Through the C ABI (python/hopper_attention finds the library) on PyTorch's memory and stream. Medians of --iters calls between
-CUDA events, 256 MB written before each, which empties L2; the copy takes turns with the quantiser. A factor of a large tensor needs a second
+Through the C ABI (python/hopper_attention finds the library) on PyTorch's memory and stream. Medians of --iters calls, with L2
+emptied before each (timing.py). The copy takes turns with the quantiser. A factor of a large tensor needs a second
 reading, which is not counted as needed: the last column has what share of the copy's rate all that is moved comes to without L2's help
 (a factor per head none up to some 38000 rows a head).
 """
 import argparse
 import ctypes
 import os
-import statistics
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../python"))
 from hopper_attention import abi as hattn  # noqa: E402
 import torch  # noqa: E402
+
+import timing  # noqa: E402
 
 
 DTYPES = {torch.bfloat16: hattn.BF16, torch.float16: hattn.F16, torch.uint8: hattn.E4M3, torch.float32: hattn.F32}
@@ -40,7 +41,8 @@ class Quantiser:
         self.library, self.plan, size = library, ctypes.c_void_p(), ctypes.c_size_t()
         self.check(library.hattn_quantize_plan_create(ctypes.byref(problem), 0, ctypes.byref(self.plan)))
         self.check(library.hattn_quantize_plan_workspace_size(self.plan, ctypes.byref(size)))
-        shape = {hattn.PER_TENSOR: (1, 1, 1), hattn.PER_HEAD: (batch, heads, 1), hattn.PER_BLOCK: (batch, heads, -(-seqlen // 128))}[scaling]
+        blocks = -(-seqlen // 128)
+        shape = {hattn.PER_TENSOR: (1, 1, 1), hattn.PER_HEAD: (batch, heads, 1), hattn.PER_BLOCK: (batch, heads, blocks)}[scaling]
         self.descale = torch.full(shape, 0.01, device="cuda")
         self.workspace = torch.empty(size.value, dtype=torch.uint8, device="cuda")
         self.tensors = [described(tensor) for tensor in (values, stored, self.descale)]
@@ -75,28 +77,18 @@ def main():
     values, stored = memory(torch.bfloat16), memory(torch.uint8)
     needed = 3 * values.numel()
     source = torch.empty(needed // 2, dtype=torch.uint8, device="cuda")
-    target, flushed = torch.empty_like(source), torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
     calls = {"copy": (lambda: target.copy_(source), needed)}
     for scaling, name, read in ((hattn.PER_BLOCK, "per-block", 2), (hattn.PER_HEAD, "per-head", 2), (hattn.PER_TENSOR, "per-tensor", 4)):
         for hadamard in (False, True):
             moved = (read + 1) * values.numel()
             calls[name + " hadamard" * hadamard] = (Quantiser(library, values, stored, scaling, hadamard, False), moved)
     calls["per-block given"] = (Quantiser(library, values, stored, hattn.PER_BLOCK, False, True), needed)
-    times = {name: [] for name in calls}
-    for _ in range(args.iters + 2):
-        for name, (call, _) in calls.items():
-            flushed.fill_(1)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3)
-    copy = statistics.median(times["copy"][2:])
+    medians = timing.times([call for call, _ in calls.values()], args.iters, timing.flush_memory())
+    copy = medians[0]
     print(f"{torch.cuda.get_device_name()}: bf16 [{batch}, {seqlen}, {heads}, {head_dim}] {args.layout}, {needed / 1e6:.0f} MB needed")
     print(f"{'':22} {'us':>8} {'GB/s':>8} {'of copy':>8} {'moved':>8}")
-    for name, (_, moved) in calls.items():
-        time = statistics.median(times[name][2:])
+    for (name, (_, moved)), time in zip(calls.items(), medians):
         print(f"{name:22} {time:8.1f} {needed / time / 1e3:8.0f} {copy / time:8.3f} {moved / needed * copy / time:8.3f}")
 
 
