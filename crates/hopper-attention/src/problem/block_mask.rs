@@ -40,8 +40,10 @@ pub const MASK_BLOCK_WORDS: usize = MASK_BLOCK * MASK_BLOCK / 32;
 ///
 /// # What takes lists
 ///
-/// Not packed sequences and used lengths: `build` refuses them. A GPU computes the forward up to head dim 256, the backward up to
-/// 128, and up to 2^21 queries and keys.
+/// Not packed sequences and used lengths: `build` refuses them. Instead, take all tokens as one sequence, and keep the sequences
+/// apart by lists ([`OwnedBlockLists::from_documents`](crate::OwnedBlockLists::from_documents), or `from_predicate` for any rule).
+///
+/// A GPU computes the forward up to head dim 256, the backward up to 128, and up to 2^21 queries and keys.
 ///
 /// # Wrong contents
 ///
@@ -120,7 +122,7 @@ impl BlockMask {
         if LENGTHS.iter().any(|&slot| asked_for.contains(slot)) {
             return Err(Error::Unsupported {
                 wanted: "a block mask with packed sequences or used lengths".into(),
-                nearest: "one of them".into(),
+                nearest: "all sequences as one, with lists of documents".into(),
             });
         }
         Ok(())
