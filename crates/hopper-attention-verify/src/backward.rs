@@ -1,6 +1,8 @@
 //! Backward passes of the same cases: inputs in guarded memory, and gradients judged.
 
-use hopper_attention::reference::{BackwardExpected, BackwardPlain, BackwardReport, Tensor, forward_plain_with};
+use hopper_attention::reference::{
+    BackwardExpected, BackwardPlain, BackwardReport, Modifiers, Tensor, forward_plain_with,
+};
 use hopper_attention::{Args, BackwardProblem, DType, Device, Layout, Slot, Stream, TensorMut, Workspace};
 
 use crate::alibi::AlibiImage;
@@ -112,6 +114,16 @@ impl<T: Poison> Prepared<T> {
             modifying.modifiers(&forward),
         );
         let plain = plain.expect("matching shapes");
+        // The LSE of a query without keys is its sink. With sinks of -inf it tells which queries these are.
+        let without_sinks = match (&sinks, case.values) {
+            (Some(sinks), Values::Garbage(Input::DO, _)) => {
+                let nothing = vec![f64::NEG_INFINITY; sinks.values().len()];
+                let modifiers = Modifiers { sinks: Some(&nothing), ..modifying.modifiers(&forward) };
+                let inputs = [&q.tensor(), &k.tensor(), &v.tensor()];
+                Some(forward_plain_with(&forward, &lengths, inputs, modifiers).expect("matching shapes").lse)
+            }
+            _ => None,
+        };
         let numbers = case.placement.lse_layout(problem.d_lse_shape());
         let d_lse = problem.takes_d_lse().then(|| {
             let [batch, heads, seqlen] = problem.d_lse_shape();
@@ -135,7 +147,8 @@ impl<T: Poison> Prepared<T> {
         if matches!(case.values, Values::Garbage(Input::DO, _)) {
             // Nobody reads O of a query without keys either.
             let [_, heads, seqlen] = problem.d_lse_shape();
-            for (i, _) in plain.lse.iter().enumerate().filter(|&(_, &lse)| lse == f64::NEG_INFINITY) {
+            let lse = without_sinks.as_ref().unwrap_or(&plain.lse);
+            for (i, _) in lse.iter().enumerate().filter(|&(_, &lse)| lse == f64::NEG_INFINITY) {
                 o.row_mut(i / seqlen / heads, i % seqlen, i / seqlen % heads).fill(f64::NAN);
             }
         }
@@ -333,5 +346,40 @@ impl<T: Poison> Outputs<T> {
         let d_sinks = self.d_sinks.as_ref().map_or_else(Vec::new, Image::values);
         let d_bias = self.d_bias.as_ref().map_or_else(Vec::new, BiasImage::values);
         BackwardPlain { d_q: self.d_q.tensor(), d_k: self.d_k.tensor(), d_v: self.d_v.tensor(), d_sinks, d_bias }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hopper_attention::{Mask, bf16};
+
+    use super::*;
+    use crate::data::Garbage;
+    use crate::sinks::Sinks;
+
+    /// A query without keys has an O' of 0 and an LSE' of the sink. Garbage in its O and its dO reaches no gradient.
+    #[test]
+    fn garbage_in_queries_without_keys_beside_sinks() {
+        let mut spoiled = 0;
+        for (turn, garbage) in Garbage::ALL.into_iter().enumerate() {
+            for sinks in [Sinks::None, Sinks::Normal, Sinks::Large, Sinks::Mixed] {
+                let case = Case::new(40, 13, 16, Mask::causal()).heads(2, 6, 2);
+                let values = Values::Garbage(Input::DO, garbage);
+                let case = Case { values, sinks, lse: turn % 2 == 0, seed: turn as u64, ..case };
+                let prepared = Prepared::<bf16>::new(&case);
+                // (The sinks of a case do not change which queries have keys.)
+                let is_spoiled = |o: &f64| !o.is_finite() || o.abs() > 1e30;
+                let rows = |batch: usize, head: usize| (0..40 - 13).map(move |query| [batch, query, head]);
+                let all = (0..2).flat_map(|batch| (0..6).flat_map(move |head| rows(batch, head)));
+                let o = prepared.o.tensor();
+                for [batch, query, head] in all {
+                    assert!(o.row(batch, query, head).iter().all(is_spoiled), "{case}: {batch} {query} {head}");
+                    spoiled += 1;
+                }
+                let wrong = prepared.verdict_on_cpu().wrong;
+                assert!(wrong.is_none(), "{case}: {wrong:?}");
+            }
+        }
+        assert_eq!(spoiled, 16 * 2 * 6 * 27);
     }
 }

@@ -4,7 +4,7 @@
 use hopper_attention::reference::{Expected, Modifiers, Tensor};
 use hopper_attention::{
     Args, DType, Device, E4M3, Element, ForwardProblem, KernelInfo, Layout, OutputOf, Quantizer, SCALE_BLOCK, Scaling,
-    Slot, Stream, Workspace, bf16, f16,
+    SequenceRows, Slot, Stream, Workspace, bf16, f16,
 };
 
 use crate::blocks::BlocksImage;
@@ -117,8 +117,10 @@ impl Operands {
         [(0, Input::Q), (1, Input::K), (2, Input::V)].map(|(i, input)| {
             let (shape, factors) = shapes[i];
             let group = shape[2] / self.problem.dims().heads_kv;
+            let owners = self.owners(input, shape);
             Tensor::from_strided(&self.stored[i], &dense(shape)).descaled(|row| {
-                let Some(own) = self.place(input, row, group) else { return 1.0 };
+                let owner = owners.get(row[0] * shape[1] + row[1]).copied().flatten();
+                let Some(own) = self.place_in(owner, input, row, group) else { return 1.0 };
                 let mut index = place(input, own);
                 // Round about, so that a neighbour is always there.
                 index.iter_mut().zip(factors).for_each(|(i, size)| *i %= size);
@@ -129,6 +131,35 @@ impl Operands {
 
     /// Where the factor of a row `[batch, token, head]` is, with `group` heads to a key head. `None` for a row of no sequence.
     pub fn place(&self, input: Input, [batch, token, head]: [usize; 3], group: usize) -> Option<[usize; 3]> {
+        let side = usize::from(input != Input::Q);
+        let sequences = self.packing.lengths();
+        let own = sequences.sequences(&self.problem).map(|rows| rows[side]);
+        let own = own.filter(|rows| rows.batch == batch && rows.range().contains(&token)).last();
+        self.place_in(own, input, [batch, token, head], group)
+    }
+
+    /// The sequence of each row `batch * seqlen + token` of an operand. Empty where all sequences are alike. (A search
+    /// for each row takes long where there are many sequences.)
+    fn owners(&self, input: Input, [batch, seqlen, ..]: [usize; 4]) -> Vec<Option<SequenceRows>> {
+        if self.packing.is_none() {
+            return Vec::new();
+        }
+        let mut owners = vec![None; batch * seqlen];
+        for rows in self.packing.lengths().sequences(&self.problem) {
+            let rows = rows[usize::from(input != Input::Q)];
+            owners[rows.batch * seqlen..][rows.range()].fill(Some(rows));
+        }
+        owners
+    }
+
+    /// As [`place`](Self::place), of a row whose sequence is known.
+    fn place_in(
+        &self,
+        own: Option<SequenceRows>,
+        input: Input,
+        [batch, token, head]: [usize; 3],
+        group: usize,
+    ) -> Option<[usize; 3]> {
         let scaling = self.problem.scaling().expect("e4m3 operands");
         if self.packing.is_none() {
             return Some(match scaling {
@@ -137,10 +168,7 @@ impl Operands {
                 _ => [batch, head, token / SCALE_BLOCK],
             });
         }
-        let side = usize::from(input != Input::Q);
-        let sequences = self.packing.lengths();
-        let own = sequences.sequences(&self.problem).map(|rows| rows[side]);
-        let own = own.filter(|rows| rows.batch == batch && rows.range().contains(&token)).last()?;
+        let (own, side) = (own?, usize::from(input != Input::Q));
         let block = (own.begin + 127 * own.sequence) / 128;
         Some(match scaling {
             Scaling::PerTensor => [0, 0, 0],

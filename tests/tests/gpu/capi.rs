@@ -1,20 +1,25 @@
 //! The C ABI on a GPU: every row through it, what it refuses, and what it leaves alone.
 
+use std::collections::HashSet;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-use hopper_attention::cudarc::driver::{CudaSlice, DevicePtrMut, result, sys};
-use hopper_attention::{BackwardProblem, KernelInfo, Mask, bf16};
+use hopper_attention::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, result, sys};
+use hopper_attention::{BackwardProblem, DType, KernelInfo, Layout, Mask, Slot, bf16};
 use hopper_attention_capi::*;
 use hopper_attention_tests::backward;
 use hopper_attention_tests::blocks::{cases_of_row, kinds};
-use hopper_attention_tests::c::{BackwardMemory, Memory, Plan, Refusal, backward_problem, checked, problem};
+use hopper_attention_tests::c::{
+    BackwardMemory, LengthsMemory, Memory, Plan, Refusal, backward_problem, checked, problem, tensor, without_batch,
+};
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::OnDevice as OnDeviceBackward;
 use hopper_attention_tests::gpu::{ByAddress, Gpu, OnDevice};
+use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::Case;
 use hopper_attention_tests::runner::Prepared;
 
+use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
 /// A workspace by address, large enough for every plan here.
@@ -146,6 +151,115 @@ fn one_listed_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
         assert!(report.passed(), "{}: {report}", plan.describe());
         on_device.check_inputs(&gpu.stream, &prepared).unwrap();
     }
+}
+
+/// Packed sequences, with offsets and used lengths in the GPU's memory. C asks for no row. So each instruction set,
+/// type, mask and head dim has one case.
+#[test]
+fn packed_sequences_through_c() {
+    let Some(gpu) = Gpu::open("packed_sequences_through_c") else { return };
+    let distinct = |rows: Vec<KernelInfo>| {
+        let mut seen = HashSet::new();
+        let kind = |row: &KernelInfo| (row.arch(), row.dtype(), row.mask(), row.head_dim_qk(), row.head_dim_vo());
+        packing_rows(rows).into_iter().filter(move |row| seen.insert(kind(row)))
+    };
+    for row in distinct(gpu.rows()) {
+        with_dtype!(row.dtype(), one_packed_row(&gpu, &row));
+    }
+    for row in distinct(gpu.backward_rows()) {
+        with_dtype!(row.dtype(), one_packed_backward_row(&gpu, &row));
+    }
+}
+
+fn packed_case(row: &KernelInfo) -> Case {
+    let case = Case::new(260, 300, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+    let kind = Kind { packed: [true; 2], used: [false, true], fill_gaps: true };
+    Case { packing: Packing::random(kind, 5, [260, 300], 3), ..case.heads(5, 4, 2) }
+}
+
+/// The lists of a case in the GPU's memory.
+fn uploaded(gpu: &Gpu, packing: &Packing) -> Vec<(Slot, CudaSlice<i32>)> {
+    packing.lists().map(|(slot, list)| (slot, gpu.stream.clone_htod(list).expect("device memory"))).collect()
+}
+
+/// The lists by address.
+fn lengths(gpu: &Gpu, lists: &[(Slot, CudaSlice<i32>)]) -> LengthsMemory {
+    let of = |slot: Slot| {
+        let (_, list) = lists.iter().find(|(of, _)| *of == slot)?;
+        let layout = Layout::contiguous([list.len()]).expect("a short list");
+        Some(tensor(list.device_ptr(&gpu.stream).0, DType::I32, 0, layout))
+    };
+    LengthsMemory {
+        cu_seqlens: [Slot::CuSeqlensQ, Slot::CuSeqlensKv].map(of),
+        seqused: [Slot::SequsedQ, Slot::SequsedKv].map(of),
+    }
+}
+
+fn one_packed_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = Prepared::<T>::new(&packed_case(row));
+    let given = problem(&prepared.problem.to_builder().arch(row.arch()).build().unwrap());
+    let plan = Plan::new(&given, 0).unwrap();
+    assert!(plan.describe().contains(&format!("{} fwd", row.arch())), "{}", plan.describe());
+    let mut scratch = gpu.stream.alloc_zeros(plan.workspace_bytes().max(16)).expect("device memory");
+    let on_device = OnDevice::new(&gpu.stream, &prepared);
+    let all = on_device.c_memory(&gpu.stream, &prepared);
+    let [q, k, v, o] = [all.q, all.k, all.v, all.o].map(without_batch);
+    let memory = Memory {
+        q,
+        k,
+        v,
+        o,
+        lse: all.lse.map(without_batch),
+        workspace: address(gpu, &mut scratch),
+        workspace_bytes: plan.workspace_bytes(),
+        ..all
+    };
+    let lists = uploaded(gpu, &prepared.case.packing);
+    let lengths = lengths(gpu, &lists);
+    let stream: *mut c_void = gpu.stream.cu_stream().cast();
+    // SAFETY: the memory outlives the work, for which `outputs` waits; a missing list is refused.
+    let run = |lengths: &LengthsMemory| unsafe { plan.run_packed(&memory, lengths, stream) };
+    let (status, text) = run(&LengthsMemory { seqused: [None; 2], ..lengths }).unwrap_err();
+    assert!(status == HATTN_ERROR_VALUE && text.contains("seqused_kv: missing"), "{text}");
+    assert!(on_device.untouched(&gpu.stream, &prepared), "{}: something was written", plan.describe());
+    run(&lengths).unwrap();
+    let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+    assert!(report.passed(), "{}: {report}", plan.describe());
+    on_device.check_inputs(&gpu.stream, &prepared).unwrap();
+}
+
+fn one_packed_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let prepared = backward::Prepared::<T>::new(&packed_case(row));
+    let forward = prepared.problem.forward().to_builder().arch(row.arch()).build().unwrap();
+    let options = BackwardProblem::builder(&forward).d_lse(prepared.problem.takes_d_lse());
+    let plan = Plan::new(&backward_problem(&options.deterministic(true).build().unwrap()), 0).unwrap();
+    assert!(plan.describe().contains(&format!("{} bwd", row.arch())), "{}", plan.describe());
+    let mut scratch = gpu.stream.alloc_zeros(plan.workspace_bytes().max(16)).expect("device memory");
+    let on_device = OnDeviceBackward::new(&gpu.stream, &prepared);
+    let all = on_device.c_memory(&gpu.stream, &prepared);
+    let [q, k, v, o, d_o] = [all.q, all.k, all.v, all.o, all.d_o].map(without_batch);
+    let [d_q, d_k, d_v] = [all.d_q, all.d_k, all.d_v].map(without_batch);
+    let memory = BackwardMemory {
+        q,
+        k,
+        v,
+        o,
+        lse: without_batch(all.lse),
+        d_o,
+        d_lse: all.d_lse.map(without_batch),
+        d_q,
+        d_k,
+        d_v,
+        workspace: address(gpu, &mut scratch),
+        workspace_bytes: plan.workspace_bytes(),
+        ..all
+    };
+    let lists = uploaded(gpu, &prepared.case.packing);
+    // SAFETY: the memory outlives the work, for which `outputs` waits.
+    unsafe { plan.run_packed(&memory, &lengths(gpu, &lists), gpu.stream.cu_stream().cast()) }.unwrap();
+    let report = prepared.judge(&on_device.outputs(&gpu.stream, &prepared).unwrap());
+    assert!(report.passed(), "{}: {report}", plan.describe());
+    on_device.check_inputs(&gpu.stream, &prepared).unwrap();
 }
 
 fn case() -> Case {

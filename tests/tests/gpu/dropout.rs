@@ -7,11 +7,14 @@ use hopper_attention_tests::c::{Plan, problem, tensor};
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
 use hopper_attention_tests::dropout::{cases, packed_cases};
 use hopper_attention_tests::gpu::{self, ByAddress, Gpu, OnDevice};
+use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::Prepared;
+use hopper_attention_tests::say;
 use hopper_attention_verify::dropout::add_to;
 
 use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
+use crate::graphs::{captured, lane};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
@@ -129,15 +132,53 @@ fn each_word_counts<O>(
 fn the_state_may_be_on_the_host() {
     let Some(gpu) = Gpu::open("the_state_may_be_on_the_host") else { return };
     for row in dropping(&gpu, gpu.modified_rows(), false) {
-        with_dtype!(row.dtype(), host_state(&gpu, &row));
+        with_dtype!(row.dtype(), host_state(&gpu, &row, &of_row(&row)));
     }
     for row in dropping(&gpu, gpu.modified_backward_rows(), true) {
-        with_dtype!(row.dtype(), host_state_backward(&gpu, &row));
+        with_dtype!(row.dtype(), host_state_backward(&gpu, &row, &of_row(&row)));
     }
 }
 
-fn host_state<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    let prepared = Prepared::<T>::new(&of_row(row));
+/// The same of packed sequences, both passes.
+#[test]
+fn the_state_of_packed_sequences_may_be_on_the_host() {
+    let Some(gpu) = Gpu::open("the_state_of_packed_sequences_may_be_on_the_host") else { return };
+    for row in packed_dropping(&gpu, gpu.modified_rows(), false) {
+        with_dtype!(row.dtype(), host_state(&gpu, &row, &packed_of_row(&row)));
+    }
+    for row in packed_dropping(&gpu, gpu.modified_backward_rows(), true) {
+        with_dtype!(row.dtype(), host_state_backward(&gpu, &row, &packed_of_row(&row)));
+    }
+}
+
+/// The same of a backward with a bias, whose gradient is asked for: of dense tensors, and of packed sequences.
+#[test]
+fn the_state_beside_the_gradient_of_a_bias_may_be_on_the_host() {
+    let Some(gpu) = Gpu::open("the_state_beside_the_gradient_of_a_bias_may_be_on_the_host") else { return };
+    let mut ran = [0; 2];
+    for row in dropping(&gpu, gpu.modified_backward_rows(), true) {
+        for (packed, case) in [of_row(&row), packed_of_row(&row)].into_iter().enumerate() {
+            if !row.drops(packed == 1) || !row.adds_bias(packed == 1) {
+                say(&format!("skipped: {row} has no dropout and bias{}", [", dense", ", packed"][packed]));
+                continue;
+            }
+            let case = case.bias("f32:hq".parse().expect("a bias"));
+            with_dtype!(row.dtype(), host_state_backward(&gpu, &row, &case));
+            ran[packed] += 1;
+        }
+    }
+    assert!(ran.iter().all(|&ran| ran > 0), "{ran:?}");
+}
+
+/// Packed sequences for a row, some of whose keys are not used.
+fn packed_of_row(row: &KernelInfo) -> Case {
+    let case = Case::new(260, 300, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+    let kind = Kind { packed: [true; 2], used: [false, true], fill_gaps: true };
+    Case { packing: Packing::random(kind, 5, [260, 300], 3), ..case.heads(5, 4, 2).dropout(0.3) }
+}
+
+fn host_state<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
+    let prepared = Prepared::<T>::new(case);
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, &prepared);
@@ -151,8 +192,8 @@ fn host_state<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
     each_word_counts(row, prepared.case.dropout_state().unwrap(), run, same);
 }
 
-fn host_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    let prepared = backward::Prepared::<T>::new(&of_row(row));
+fn host_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
+    let prepared = backward::Prepared::<T>::new(case);
     let problem = prepared.problem.to_builder().deterministic(true).build().unwrap();
     let plan = problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
@@ -163,8 +204,91 @@ fn host_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
         plan.run(&gpu.lane(), &mut workspace, add_to(&state, on_device.args(&prepared))).unwrap();
         on_device.outputs(&gpu.stream, &prepared).unwrap()
     };
-    let same = |outputs: &_| gpu::backward::same_bits(outputs, &expected) == [true; 2];
+    let same = |outputs: &_| same_gradients(outputs, &expected);
     each_word_counts(row, prepared.case.dropout_state().unwrap(), run, same);
+}
+
+/// Whether all gradients have the same bits: also that of a bias, where there is one.
+fn same_gradients<T: Poison>(a: &backward::Outputs<T>, b: &backward::Outputs<T>) -> bool {
+    gpu::backward::same_bits(a, b) == [true; 2] && gpu::backward::same_sums(a, b)
+}
+
+/// A captured graph keeps the seed and the offset that were in host memory at the capture, whatever that memory holds
+/// at a launch of the graph. A run without a graph reads what the memory then holds.
+#[test]
+fn a_graph_keeps_the_state_of_the_host() {
+    let Some(gpu) = Gpu::open("a_graph_keeps_the_state_of_the_host") else { return };
+    // SAFETY: everything of this context object happens on one stream, in its order; nothing relies on events.
+    unsafe { gpu.device.context().disable_event_tracking() };
+    for row in dropping(&gpu, gpu.modified_rows(), false) {
+        with_dtype!(row.dtype(), kept_state(&gpu, &row));
+    }
+    for row in dropping(&gpu, gpu.modified_backward_rows(), true) {
+        with_dtype!(row.dtype(), kept_state_backward(&gpu, &row));
+    }
+}
+
+/// The words of a state, each with other bits.
+fn others(state: [i32; 4]) -> [i32; 4] {
+    state.map(|word| word ^ 0x1234_5678)
+}
+
+fn kept_state<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let (stream, lane) = lane(gpu);
+    let mut prepared = Prepared::<T>::new(&of_row(row));
+    let mut words = prepared.case.dropout_state().unwrap();
+    // The GPU's memory holds the others from the beginning: it is not what a run with words of the host reads.
+    prepared.dropout_state = Some(others(words));
+    let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+    let mut on_device = OnDevice::new(&stream, &prepared);
+    plan.run(&lane, &mut workspace, add_to(&words, on_device.args(&prepared))).unwrap();
+    let expected = on_device.outputs(&stream, &prepared).unwrap();
+    on_device.poison(&stream, &prepared);
+    let graph = captured(&stream, || plan.run(&lane, &mut workspace, add_to(&words, on_device.args(&prepared))));
+    assert!(on_device.untouched(&stream, &prepared), "{row}: capturing wrote something");
+    words = others(words);
+    for _ in 0..2 {
+        on_device.poison(&stream, &prepared);
+        graph.launch().unwrap();
+        let outputs = on_device.outputs(&stream, &prepared).unwrap();
+        assert!(gpu::same_bits(&outputs, &expected), "{row}: the graph read another state");
+    }
+    on_device.poison(&stream, &prepared);
+    plan.run(&lane, &mut workspace, add_to(&words, on_device.args(&prepared))).unwrap();
+    let outputs = on_device.outputs(&stream, &prepared).unwrap();
+    assert!(!gpu::same_bits(&outputs, &expected), "{row}: a run read the state of before");
+    let of_memory = on_device.run(&stream, &mut workspace, &plan, &prepared).unwrap();
+    assert!(gpu::same_bits(&outputs, &of_memory), "{row}: the same words in the GPU's memory give other bits");
+}
+
+fn kept_state_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
+    let (stream, lane) = lane(gpu);
+    let mut prepared = backward::Prepared::<T>::new(&of_row(row));
+    let mut words = prepared.case.dropout_state().unwrap();
+    prepared.dropout_state = Some(others(words));
+    let problem = prepared.problem.to_builder().deterministic(true).build().unwrap();
+    let plan = problem.plan_with_row(&gpu.device, row).unwrap();
+    let mut workspace = Workspace::alloc(&lane, plan.workspace_bytes()).unwrap();
+    let mut on_device = gpu::backward::OnDevice::new(&stream, &prepared);
+    plan.run(&lane, &mut workspace, add_to(&words, on_device.args(&prepared))).unwrap();
+    let expected = on_device.outputs(&stream, &prepared).unwrap();
+    on_device.poison(&stream, &prepared);
+    let graph = captured(&stream, || plan.run(&lane, &mut workspace, add_to(&words, on_device.args(&prepared))));
+    assert!(on_device.untouched(&stream, &prepared), "{row}: capturing wrote something");
+    words = others(words);
+    for _ in 0..2 {
+        on_device.poison(&stream, &prepared);
+        graph.launch().unwrap();
+        let outputs = on_device.outputs(&stream, &prepared).unwrap();
+        assert!(same_gradients(&outputs, &expected), "{row}: the graph read another state");
+    }
+    on_device.poison(&stream, &prepared);
+    plan.run(&lane, &mut workspace, add_to(&words, on_device.args(&prepared))).unwrap();
+    let outputs = on_device.outputs(&stream, &prepared).unwrap();
+    assert!(!same_gradients(&outputs, &expected), "{row}: a run read the state of before");
+    let of_memory = on_device.run(&stream, &mut workspace, &plan, &prepared).unwrap();
+    assert!(same_gradients(&outputs, &of_memory), "{row}: the same words in the GPU's memory give other bits");
 }
 
 /// The same through C, where the tensor says that it is in host memory.

@@ -21,7 +21,7 @@ use crate::packed::{list, packing_rows};
 use crate::{mask_of, with_dtype};
 
 /// What `launch` enqueues, as a graph.
-fn captured(stream: &Arc<CudaStream>, launch: impl FnOnce() -> Result<()>) -> CudaGraph {
+pub(crate) fn captured(stream: &Arc<CudaStream>, launch: impl FnOnce() -> Result<()>) -> CudaGraph {
     stream.synchronize().unwrap();
     stream.begin_capture(MODE).unwrap();
     let launched = launch();
@@ -31,7 +31,7 @@ fn captured(stream: &Arc<CudaStream>, launch: impl FnOnce() -> Result<()>) -> Cu
 }
 
 /// A stream that can be captured: the default one cannot.
-fn lane(gpu: &Gpu) -> (Arc<CudaStream>, Stream) {
+pub(crate) fn lane(gpu: &Gpu) -> (Arc<CudaStream>, Stream) {
     let stream = gpu.device.context().new_stream().unwrap();
     (stream.clone(), Stream::Cuda(stream))
 }

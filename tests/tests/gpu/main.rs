@@ -35,6 +35,7 @@ mod other_rows;
 mod packed;
 mod packed_fp8;
 mod packed_quantize;
+mod pairs;
 mod quantize;
 mod refusals;
 mod sequences;

@@ -75,7 +75,7 @@ fn other_rows_refuse_by_name() {
 }
 
 /// A case of packed sequences for a row, with these lengths on both sides.
-fn of_lengths(row: &KernelInfo, lengths: &[usize]) -> Case {
+pub(crate) fn of_lengths(row: &KernelInfo, lengths: &[usize]) -> Case {
     let mut offsets = vec![0i32];
     lengths.iter().for_each(|&len| offsets.push(offsets.last().unwrap() + i32::try_from(len).unwrap()));
     let total = lengths.iter().sum();

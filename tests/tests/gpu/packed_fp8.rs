@@ -14,7 +14,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::mask_of;
-use crate::packed::{LISTS, claims, hostile, list, packing_rows, uploaded};
+use crate::packed::{LISTS, claims, hostile, list, of_lengths, packing_rows, uploaded};
 
 fn problem(case: &Case, scaling: Scaling) -> ForwardProblem {
     case.options(DType::E4M3).lse(true).scaling(scaling).build().unwrap()
@@ -54,6 +54,28 @@ fn of<O: OutputOf<E4M3>>(gpu: &Gpu, operands: &Operands, row: &KernelInfo) -> Op
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let on_device = OnDevice::new(&gpu.stream, operands);
     Some(on_device.judged::<O>(&gpu.stream, &mut workspace, &plan, &operands.expected()))
+}
+
+/// Ten thousand sequences of 1 to 16 tokens in three rows, one for each scaling. The others take a tenth of them: the
+/// oracle takes long, and the table of sequences is the same for each row.
+#[test]
+fn many_short_sequences_of_e4m3() {
+    let Some(gpu) = Gpu::open("many_short_sequences_of_e4m3") else { return };
+    let most = Grid::from_env().pick(1500, 10_000);
+    let mut rng = StdRng::seed_from_u64(9);
+    let lengths: Vec<usize> = (0..most).map(|_| rng.random_range(1..17)).collect();
+    let (mut rows, others): (Vec<_>, Vec<_>) =
+        packing_rows(gpu.fp8_rows()).into_iter().partition(|row| row.head_dim_qk() == 64);
+    assert!(rows.len() >= 3, "{rows:?}");
+    rows.extend(others);
+    for (i, row) in rows.iter().enumerate() {
+        let count = if i < 3 { most } else { most / 10 };
+        let case = of_lengths(row, &lengths[..count]).heads(count, 2, 1);
+        let problem = problem(&case, Scaling::ALL[i % 3]);
+        let verdict = of::<bf16>(&gpu, &Operands::of_case(&case, &problem, None), row);
+        let verdict = verdict.unwrap_or_else(|| panic!("{row} does not take {count} sequences, {problem}"));
+        assert!(verdict.wrong.is_none(), "{row}, {count} sequences, {problem}: {:?}", verdict.wrong);
+    }
 }
 
 /// A problem that allows scores in f16 takes the kernel with scores in f32 where it is packed: no other packs.

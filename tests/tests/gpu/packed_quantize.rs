@@ -228,21 +228,38 @@ fn many_sequences_are_quantised() {
             let len = if i == count / 3 { 5000 } else { rng.random_range(0..17) };
             offsets.push(offsets[i] + len);
         }
-        let total = offsets[count] as usize;
-        let kind = Kind { values: Placement::Bhsd, stored: Placement::Bshd, given: false, like: Like::Uneven };
-        for scaling in Scaling::ALL {
-            let drawn = Drawn {
-                dims: Dims::new(count, total, 2, 64).with_heads_kv(1),
-                lists: packing::Kind { packed: [true; 2], used: [false; 2], fill_gaps: false },
-                scaling,
-                half_scores: false,
-                hadamard: None,
-                kinds: [Some(kind); 3],
-                counts: true,
-            };
-            let list = Some(offsets.clone());
-            let lists = Packing { cu_seqlens_q: list.clone(), cu_seqlens_kv: list, ..Packing::default() };
-            follows_the_cpu(&gpu, &drawn.sample::<f16>(lists, 3), &format!("{count} sequences, {scaling}"));
-        }
+        quantised(&gpu, &offsets);
+    }
+}
+
+/// Ten thousand sequences of 1 to 16 tokens.
+#[test]
+fn many_short_sequences_are_quantised() {
+    let Some(gpu) = Gpu::open("many_short_sequences_are_quantised") else { return };
+    let mut rng = StdRng::seed_from_u64(9);
+    let mut offsets = vec![0];
+    for i in 0..Grid::from_env().pick(1500, 10_000) {
+        offsets.push(offsets[i] + rng.random_range(1..17));
+    }
+    quantised(&gpu, &offsets);
+}
+
+/// Packed sequences of these offsets are quantised as the CPU does it, with each scaling.
+fn quantised(gpu: &Gpu, offsets: &[i32]) {
+    let (count, total) = (offsets.len() - 1, offsets[offsets.len() - 1] as usize);
+    let kind = Kind { values: Placement::Bhsd, stored: Placement::Bshd, given: false, like: Like::Uneven };
+    for scaling in Scaling::ALL {
+        let drawn = Drawn {
+            dims: Dims::new(count, total, 2, 64).with_heads_kv(1),
+            lists: packing::Kind { packed: [true; 2], used: [false; 2], fill_gaps: false },
+            scaling,
+            half_scores: false,
+            hadamard: None,
+            kinds: [Some(kind); 3],
+            counts: true,
+        };
+        let list = Some(offsets.to_vec());
+        let lists = Packing { cu_seqlens_q: list.clone(), cu_seqlens_kv: list, ..Packing::default() };
+        follows_the_cpu(gpu, &drawn.sample::<f16>(lists, 3), &format!("{count} sequences, {scaling}"));
     }
 }
