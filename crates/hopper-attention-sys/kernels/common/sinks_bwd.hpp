@@ -69,11 +69,12 @@ CUTE_DEVICE void store_sink_gradient(BwdParams const& params, int head, double s
   }
 }
 
-// Some sequences in the order of their numbers: where the statistics of each begin, and what it has.
+// Some sequences in the order of their numbers: where the statistics of each begin, what it has, and its record.
 struct SinkSequences {
   std::int64_t first[kSinkThreads];
   int rows[kSinkThreads];
   int q_begin[kSinkThreads];
+  int record[kSinkThreads];
 
   // Reads sequences [begin, begin + kSinkThreads) of the table, whose records are in another order.
   CUTE_DEVICE void read(SequenceTable const& table, int begin, int rows_apart) {
@@ -87,6 +88,7 @@ struct SinkSequences {
       if (place >= 0 && place < kSinkThreads) {
         rows[place] = sequence.q_len;
         q_begin[place] = sequence.q_begin;
+        record[place] = i;
         first[place] = sequence.q_begin + std::int64_t{sequence.index} * rows_apart;
       }
     }
@@ -94,8 +96,8 @@ struct SinkSequences {
   }
 };
 
-// Whether the mask, the lists and the bias keep a key of a query. A thread looks at one after the other: it asks this
-// of rows whose delta is NaN, which are few.
+// Whether the mask, the lists and the bias keep a key of a query. A thread looks at one after the other, up to the
+// first that is kept.
 CUTE_DEVICE bool has_keys(BwdParams const& params, Band const& band, int batch, int head, int query) {
   int const end = cute::min(band.seqlen_kv, band.last_key<MaskClass::Window>(query) + 1);
   for (int key = band.first_key<MaskClass::Window>(query); key < end; ++key) {
@@ -108,15 +110,6 @@ CUTE_DEVICE bool has_keys(BwdParams const& params, Band const& band, int batch, 
   return false;
 }
 
-// The sequence of this number. Records are in another order.
-CUTE_DEVICE Sequence const& sequence_of(SequenceTable const& table, int index) {
-  int i = 0;
-  while (table.records()[i].index != index) {
-    ++i;
-  }
-  return table.records()[i];
-}
-
 // `padded`: rows of the statistics of a head (dense).
 template <class Statistics, bool kIsPacked>
 __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdParams const params, int padded) {
@@ -124,23 +117,19 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
   auto const* const all = reinterpret_cast<Statistics const*>(params.statistics);
   float const sink = sink_of_head(params, head);
   double sum = 0.0;
-  // `query`: the row's place in its sequence.
-  auto const add = [&](int batch, int row, int query, std::int64_t at) {
+  // `query`: the row's place in its sequence, whose band `band_of_row()` is.
+  auto const add = [&](int batch, int row, int query, std::int64_t at, auto const& band_of_row) {
     float const lse = element_of(params.lse, batch, head, row);
     if (lse != -INFINITY) {
       Statistics const statistics = all[at];
-      float value = statistics.negative_delta() * dropout_factor(params);
-      if (statistics.has_nan()) {
-        bool keys = false;
-        if constexpr (kIsPacked) {
-          Sequence const& sequence = sequence_of({params.sequences.table, params.batch}, batch);
-          keys = has_keys(params, band_of_tile(params, sequence), batch, head, query);
-        } else {
-          keys = has_keys(params, band_of_launch(params), batch, head, query);
+      float value = statistics.has_nan() ? NAN : statistics.negative_delta() * dropout_factor(params);
+      // A row without keys has an LSE' of s. Whatever O and dO are there, what is left of -delta' is dLSE. It is
+      // already where O is 0, as the forward writes it, so that few rows are looked at.
+      if (lse == sink || isnan(value)) {
+        float const without_keys = params.d_lse.address != 0 ? element_of(params.d_lse, batch, head, row) : 0.0F;
+        if (value != without_keys && !isnan(lse) && !has_keys(params, band_of_row(), batch, head, query)) {
+          value = without_keys;
         }
-        // What is left of -delta where dO has no part in it.
-        bool const has_d_lse = params.d_lse.address != 0;
-        value = keys || isnan(lse) ? NAN : has_d_lse ? element_of(params.d_lse, batch, head, row) : 0.0F;
       }
       sum += weighed(weight_of_sink(sink, lse), value);
     }
@@ -161,7 +150,8 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
         int const skipped =
             (static_cast<int>(threadIdx.x) - static_cast<int>(first % kSinkThreads)) & (kSinkThreads - 1);
         for (int row = skipped; row < sequences.rows[i]; row += kSinkThreads) {
-          add(begin + i, sequences.q_begin[i] + row, row, of_head + first + row);
+          add(begin + i, sequences.q_begin[i] + row, row, of_head + first + row,
+              [&]() { return band_of_tile(params, table.records()[sequences.record[i]]); });
         }
       }
     }
@@ -170,7 +160,8 @@ __global__ void __launch_bounds__(kSinkThreads) bwd_sinks(__grid_constant__ BwdP
     for (std::int64_t i = threadIdx.x; i < rows && sink != -INFINITY; i += kSinkThreads) {
       int const batch = static_cast<int>(i / params.seqlen_q);
       int const query = static_cast<int>(i - std::int64_t{batch} * params.seqlen_q);
-      add(batch, query, query, (std::int64_t{batch} * params.heads_q + head) * padded + query);
+      add(batch, query, query, (std::int64_t{batch} * params.heads_q + head) * padded + query,
+          [&]() { return band_of_launch(params); });
     }
   }
   store_sink_gradient(params, head, sum);

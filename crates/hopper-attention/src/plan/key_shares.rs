@@ -22,6 +22,8 @@ const COUNTER: f64 = 1.5;
 const BEHIND: f64 = 2.5;
 /// Part of the longest tile by which a grid of several rounds ends late. (CTAs that are done wait for the others.)
 const LATE: f64 = 0.15;
+/// Of more rounds than this the last one is a small part.
+const FEW_ROUNDS: usize = 4;
 /// Sharing must save at least this part of the time.
 const WORTH: f64 = 0.03;
 /// Products of two elements that the tensor cores of a multiprocessor sum up in a microsecond: 2048 a clock, at 1.6 GHz.
@@ -276,7 +278,8 @@ impl Work {
                 return LAUNCH + self.tiles.div_ceil(at_a_time) as f64 * longest;
             }
             let of_each = mean(&|visits| visits.div_ceil(parts)) * block + fixed;
-            return LAUNCH + (of_each * self.tiles as f64 / at_a_time as f64).max(longest) + LATE * longest;
+            let all = (of_each * self.tiles as f64 / at_a_time as f64).max(longest) + LATE * longest;
+            return LAUNCH + all.max(self.rounds(at_a_time, &|visits| visits.div_ceil(parts) as f64 * block + fixed));
         }
         let longest = most as f64 * block + border;
         if self.tiles <= self.multiprocessors {
@@ -286,8 +289,26 @@ impl Work {
             return LAUNCH + start + self.tiles.div_ceil(self.multiprocessors) as f64 * longest;
         }
         let each = mean(&|visits| visits) * block + border;
-        let all = each * self.tiles as f64 / self.multiprocessors as f64;
-        LAUNCH + COUNTER + start + all.max(longest) + LATE * longest
+        let all = (each * self.tiles as f64 / self.multiprocessors as f64).max(longest) + LATE * longest;
+        // (The last tiles of e4m3 operands may be split over all CTAs, which end together then.)
+        let rounds = match self.kernel.dtype {
+            DType::E4M3 => 0.0,
+            _ => self.rounds(self.multiprocessors, &|visits| visits as f64 * block + border),
+        };
+        LAUNCH + COUNTER + start + all.max(rounds)
+    }
+
+    /// The least time of more tiles than are computed at a time, with the longest first. (Of as many tiles as fit in `n` rounds, and
+    /// one more, some CTA computes `n + 1`, each at least as long as the shortest of these.) `time` is that of a tile.
+    fn rounds(&self, at_a_time: usize, time: &dyn Fn(usize) -> f64) -> f64 {
+        let mut visits = self.visits.clone();
+        visits.sort_unstable_by(|a, b| b.cmp(a));
+        let of_rounds = |rounds: usize| {
+            let tile = rounds * at_a_time;
+            let place = if tile < self.tiles { tile * visits.len() / self.tiles } else { usize::MAX };
+            visits.get(place).map_or(0.0, |&visits| (rounds + 1) as f64 * time(visits))
+        };
+        (1..=FEW_ROUNDS).map(of_rounds).fold(0.0, f64::max)
     }
 
     /// How tiles are shared so that the launch takes the least time, and that time.
@@ -460,6 +481,21 @@ mod tests {
         assert_eq!((bytes, Sharing::cluster(8).workspace_bytes(&wide, 32)), (256 + 64 * 73728, 0));
         let within = |bytes: usize| best(32, 128, 16384, wide, Some(bytes as u64));
         assert_eq!((within(bytes).splits, within(bytes - 1)), (2, Sharing::cluster(3)));
+    }
+
+    /// A prompt's last part: its tiles visit nearly all keys, so that two rounds take two tiles' time.
+    #[test]
+    fn tiles_of_nearly_equal_work_take_whole_rounds() {
+        let best = |heads, queries, keys, most_shares| {
+            let row =
+                KernelInfo { mask: MaskClass::Causal, tile_m: 64, tile_n: 128, head_dim_vo: 64, most_shares, ..ROW };
+            let dims = square(heads, queries, 64).with_seqlen_kv(keys);
+            let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).build().unwrap();
+            Work::new(&row, dims, Bounds::of(&problem), 132, true).best().0.shares
+        };
+        // 32 tiles: 30 clusters of four CTAs run at a time, and 39 of three.
+        assert_eq!(best(4, 512, 4096, 4), 3);
+        assert_eq!(best(3, 512, 4096, 4), 4);
     }
 
     #[test]
