@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Times what modifies scores: a softcap, ALiBi, attention sinks, a sliding window, and lists of blocks.
 
-- Each modifier is timed in turn with the plain problem, and with the libraries that have the same modifier. These are
-  FlashAttention-4, FlashAttention-3 in the wheel of xformers, cuDNN through its Python frontend, and PyTorch's FlexAttention.
-  A library that is missing, fails or is wrong is named with the reason, and is not timed.
-- All are causal, apart from `blocks`: a quarter of the blocks of 128 queries and 128 keys, the diagonal ones among them.
-- Work is counted in blocks that hold a kept pair. A line has times in us, and our rate relative to that of the plain problem.
-- The last lines have the geometric mean and the least of their time over ours, for each direction, modifier and library.
+- All problems are causal. `blocks` alone has no mask: it lists a quarter of the blocks of 128 queries and 128 keys, the diagonal
+  ones among them. The *plain* problem is the same without the modifier.
+- Each modifier is timed in turn with the plain problem, and with the libraries that have it: FlashAttention-4, FlashAttention-3 in
+  the wheel of xformers, cuDNN through its Python frontend, and PyTorch's FlexAttention.
+- A library is *wrong* where O is off by more than 1%, or dQ by more than 3%, of its norm. Some queries of one head are checked. A
+  library that is missing, fails or is wrong is named with the reason, and is not timed.
+- A line has times in us. The *rate* is (blocks / the plain problem's blocks) * the plain time / our time: 1 is ideal. Blocks are
+  128 x 128, and count if they hold a kept pair.
+- The last lines have geometric means, and the least, for each direction, modifier and library.
 - FlashAttention-4 and FlexAttention compile their kernels, FlexAttention for each point. That takes most of the time of a run.
 
     HOPPER_ATTENTION_LIBRARY=libhopper_attention.so PYTHONPATH=python python3 benches/scores.py --seqlens 8192,1024 --peers fa4,cudnn
@@ -33,11 +36,11 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers"
 
 BLOCK = 128
 CAP, WINDOW = 50.0, 1024
-# One in so many blocks is listed.
+# Listed blocks: one in this many.
 ONE_IN = 4
-# Queries are so much larger with a cap. Else scores are small, and the check would not notice a cap that is ignored.
+# With a cap, queries are multiplied by this. Else scores are small, and the check would not notice a cap that is ignored.
 CAPPED_QUERIES = 3
-# How far O and dQ may be off, of their norms.
+# The largest relative error of O and of dQ (of their norms).
 BOUND_O, BOUND_DQ = 1e-2, 3e-2
 
 
@@ -128,7 +131,7 @@ def definition(m, q, k, v, d_o, head, rows):
 
 
 def off(found, wanted):
-    """How far a tensor is off, of the norm of the wanted one. NaN where it holds a NaN."""
+    """The relative error of a tensor (of the norm). NaN where it holds a NaN."""
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
@@ -248,12 +251,12 @@ def fa3_operators():
 
 def fa3(m, q, k, v, d_o):
     operators = fa3_operators()
-    said = {"is_causal": m.causal, "softcap": m.cap}
+    said = {"is_causal": m.causal, "softcap": 0.0}
     if m.window is not None:
         said.update(is_causal=False, window_size_left=m.window, window_size_right=0)
 
     def forward():
-        # 0: it chooses itself whether to share out the keys, as its decoding does.
+        # 0: FlashAttention-3 chooses the number of splits.
         return operators.fwd(q, k, v, num_splits=0, **said)
 
     o, lse, *_ = forward()
@@ -307,7 +310,7 @@ class Graph:
 
 
 def cudnn(m, q, k, v, d_o):
-    """It has its own slopes of ALiBi, which are those of `modifier` for heads of a power of two."""
+    """cuDNN computes ALiBi's slopes itself. They equal ours if the number of heads is a power of two."""
     q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
     sinks = None if m.sinks is None else m.sinks.detach().view(1, -1, 1, 1)
 
@@ -354,7 +357,7 @@ def flex_score(cap, slopes):
 
 
 def flex(m, q, k, v, d_o):
-    """It has no sinks. They come to a factor of O, which follows from the log-sum-exp, and are compiled with it."""
+    """FlexAttention has no sinks. A sink multiplies O by sigmoid(LSE - sink), so that this product is compiled with it."""
     from torch.nn.attention import flex_attention as module
 
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
@@ -375,10 +378,10 @@ def flex(m, q, k, v, d_o):
     return Run(run.call, run.o.transpose(1, 2), None if d_o is None else lambda gradients: gradients[0].transpose(1, 2))
 
 
-# What makes a Run of a library, and which modifiers it is asked for.
+# What makes a Run of a library, and which modifiers it is asked for. (xformers' build of FlashAttention-3 has no softcap.)
 PEERS = {
     "fa4": (fa4, MODIFIERS),
-    "fa3": (fa3, ("softcap", "window")),
+    "fa3": (fa3, ("window",)),
     "cudnn": (cudnn, ("alibi", "sinks", "window")),
     "flex": (flex, MODIFIERS),
 }
@@ -392,7 +395,7 @@ class Bench:
 
     def __init__(self, options):
         self.options, self.flush = options, timing.flush_memory()
-        # Ratios by direction, modifier and library. Those of None are our rates relative to the plain ones.
+        # Ratios by direction, modifier and library. Library None: our rate over our plain rate.
         self.ratios = collections.defaultdict(list)
         # Why a library failed. It is not tried again with the same modifier, direction and head dim.
         self.refused = {}
@@ -443,7 +446,7 @@ class Bench:
             if asked not in PEERS[peer][1]:
                 continue
             if self.over():
-                notes.append(f"{peer} was not tried: the time is over")
+                notes.append(f"{peer} was not tried: --budget is used up")
                 continue
             run, why = self.peer(peer, (peer, direction, dim, asked), (m, q, k, v, d_o), wanted, where)
             if run is None:
@@ -456,8 +459,8 @@ class Bench:
         self.ratios[direction, m.name, None].append(rate)
         for peer, theirs in taken.items():
             self.ratios[direction, m.name, peer].append(theirs / own)
-        notes = [f"{peer} {theirs:.1f}, {theirs / own:.2f} of ours" for peer, theirs in taken.items()] + notes
-        print("; ".join([f"{name}: plain {full:.1f}, ours {own:.1f} ({rate:.3f} of the plain rate)", *notes]), flush=True)
+        notes = [f"{peer} {theirs:.1f} us, {theirs / own:.2f} of ours" for peer, theirs in taken.items()] + notes
+        print("; ".join([f"{name}: plain {full:.1f} us, ours {own:.1f} us ({rate:.3f} of the plain rate)", *notes]), flush=True)
 
     def points(self):
         options = self.options
@@ -466,7 +469,7 @@ class Bench:
                 for direction in options.directions:
                     for asked in options.modifiers:
                         if self.over():
-                            print(f"stopped before {direction} d{dim} s{keys} {asked}: the time is over", flush=True)
+                            print(f"stopped before {direction} d{dim} s{keys} {asked}: --budget is used up", flush=True)
                             return
                         self.point(direction, dim, keys, asked)
                         # What a point compiled serves no other one.
@@ -476,10 +479,10 @@ class Bench:
                         torch.cuda.empty_cache()
 
     def summary(self):
-        print(f"\nIn {time.monotonic() - BEGIN:.0f} s. Theirs over ours: the geometric mean, and the least.")
+        print(f"\nIn {time.monotonic() - BEGIN:.0f} s. A library's time / ours, our rate / our plain rate: geometric mean, and the least.")
         for (direction, name, peer), ratios in sorted(self.ratios.items(), key=lambda item: (*item[0][:2], item[0][2] or "")):
             mean, least, count = statistics.geometric_mean(ratios), min(ratios), len(ratios)
-            what = f"{peer} over ours" if peer else "ours, of the plain rate"
+            what = f"{peer}'s time / ours" if peer else "our rate / our plain rate"
             print(f"{direction} {name}: {what} {mean:.3f}, least {least:.3f} ({count} points)", flush=True)
 
 
@@ -488,11 +491,13 @@ def words(allowed=None) -> Callable[[str], Any]:
 
     def read(text):
         given = text.split(",")
-        if allowed is None:
+        if allowed is None and all(word.isdigit() for word in given):
             return [int(word) for word in given]
+        if allowed is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas between them.")
         unknown = [word for word in given if word not in allowed]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; allowed: {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}. It takes {', '.join(allowed)}.")
         return given
 
     return read
@@ -500,13 +505,14 @@ def words(allowed=None) -> Callable[[str], Any]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directions", type=words(("fwd", "bwd")), default=["fwd", "bwd"])
-    parser.add_argument("--dims", type=words(), default=[64, 128])
-    parser.add_argument("--seqlens", type=words(), default=[512, 1024, 2048, 4096, 8192, 16384], help="the outermost loop, in this order")
-    parser.add_argument("--modifiers", type=words(MODIFIERS), default=list(MODIFIERS))
+    parser.add_argument("--directions", type=words(("fwd", "bwd")), default=["fwd", "bwd"], help="passes")
+    parser.add_argument("--dims", type=words(), default=[64, 128], help="head dims")
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--seqlens", type=words(), default=lengths, help="sequence lengths, timed in this order")
+    parser.add_argument("--modifiers", type=words(MODIFIERS), default=list(MODIFIERS), help="what is timed")
     parser.add_argument("--peers", type=words((*PEERS, "none")), default=list(PEERS), help="`none` times ours alone")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of all sequences together")
+    parser.add_argument("--rounds", type=int, default=12, help="how often each call is timed")
     parser.add_argument("--budget", type=float, help="seconds after which no point and no library is begun")
     options = parser.parse_args()
     options.peers = [peer for peer in options.peers if peer != "none"]

@@ -1,8 +1,8 @@
-"""How masks.py, growth.py, quantize.py and scores.py time calls on the GPU.
+"""How masks.py, quantize.py and scores.py time calls on the GPU. (growth.py takes `timed` alone.)
 
 - L2 is emptied before each call: FLUSH bytes are written. Events are around the call alone.
-- Calls that are compared take turns. What a call comes after can change its time, so that the order turns.
-- The GPU spins while the host enqueues a round. So the time of a call on the host does not count.
+- Calls that are compared take turns. A call's time can depend on the call before it, so every second round runs in reverse order.
+- The GPU spins while the host enqueues a round. So the host's time does not count, up to the longest spin.
 """
 
 import statistics

@@ -75,7 +75,8 @@ fn pairs_of_features_are_counted() {
     // Lists with packed sequences are refused, by name. (Long lines are wrapped.)
     let words = table.split_whitespace().collect::<Vec<_>>().join(" ");
     let refused = "unjudged fp8, 2 pairs, refused: unsupported: a block mask with packed sequences or used lengths; \
-                   nearest: all sequences as one, with lists of documents: blocks + packed, blocks + used lengths";
+                   nearest: no block mask, or one sequence whose block mask keeps documents apart: blocks + packed, \
+                   blocks + used lengths";
     assert!(words.contains(refused) && words.contains(" refused: unsupported: alibi with e4m3 operands;"), "{text}");
 }
 

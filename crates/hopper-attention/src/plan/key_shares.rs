@@ -22,7 +22,7 @@ const COUNTER: f64 = 1.5;
 const BEHIND: f64 = 2.5;
 /// Part of the longest tile by which a grid of several rounds ends late. (CTAs that are done wait for the others.)
 const LATE: f64 = 0.15;
-/// Of more rounds than this the last one is a small part.
+/// Whole rounds are counted up to this number. After more the last one is a small part of the time.
 const FEW_ROUNDS: usize = 4;
 /// Sharing must save at least this part of the time.
 const WORTH: f64 = 0.03;
@@ -298,8 +298,10 @@ impl Work {
         LAUNCH + COUNTER + start + all.max(rounds)
     }
 
-    /// The least time of more tiles than are computed at a time, with the longest first. (Of as many tiles as fit in `n` rounds, and
-    /// one more, some CTA computes `n + 1`, each at least as long as the shortest of these.) `time` is that of a tile.
+    /// A lower bound of the time that all tiles take. A *round* is `at_a_time` tiles, computed at once, the longest first. Of the
+    /// first `n * at_a_time + 1` tiles some CTA or cluster computes `n + 1` or more, and each takes at least as long as the last of
+    /// these tiles. The bound is the largest of these times over `n` (benches/LOG.md, entry 87). `time` gives the microseconds of a
+    /// tile that visits so many blocks.
     fn rounds(&self, at_a_time: usize, time: &dyn Fn(usize) -> f64) -> f64 {
         let mut visits = self.visits.clone();
         visits.sort_unstable_by(|a, b| b.cmp(a));
@@ -483,7 +485,7 @@ mod tests {
         assert_eq!((within(bytes).splits, within(bytes - 1)), (2, Sharing::cluster(3)));
     }
 
-    /// A prompt's last part: its tiles visit nearly all keys, so that two rounds take two tiles' time.
+    /// The last queries of a long sequence visit nearly all keys, so that two rounds take two tiles' time.
     #[test]
     fn tiles_of_nearly_equal_work_take_whole_rounds() {
         let best = |heads, queries, keys, most_shares| {
@@ -493,7 +495,8 @@ mod tests {
             let problem = ForwardProblem::builder(DType::BF16, dims).mask(Mask::causal()).build().unwrap();
             Work::new(&row, dims, Bounds::of(&problem), 132, true).best().0.shares
         };
-        // 32 tiles: 30 clusters of four CTAs run at a time, and 39 of three.
+        // At a time run 30 clusters of four CTAs, or 39 of three (`clusters_at_a_time`). Four heads have 32 tiles: one round of
+        // clusters of three, and two of clusters of four. Three heads have 24 tiles: one round of either.
         assert_eq!(best(4, 512, 4096, 4), 3);
         assert_eq!(best(3, 512, 4096, 4), 4);
     }

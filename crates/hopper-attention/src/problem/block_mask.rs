@@ -40,8 +40,13 @@ pub const MASK_BLOCK_WORDS: usize = MASK_BLOCK * MASK_BLOCK / 32;
 ///
 /// # What takes lists
 ///
-/// Not packed sequences and used lengths: `build` refuses them. Instead, take all tokens as one sequence, and keep the sequences
-/// apart by lists ([`OwnedBlockLists::from_documents`](crate::OwnedBlockLists::from_documents), or `from_predicate` for any rule).
+/// Not packed sequences and used lengths: `build` refuses them. Lists can say the same:
+///
+/// - Packed, and each sequence has as many queries as keys: take all tokens as one sequence, with
+///   [`from_documents`](crate::OwnedBlockLists::from_documents).
+/// - Packed otherwise: write the rule, with [`from_predicate`](crate::OwnedBlockLists::from_predicate). (Under a causal mask, each
+///   sequence has its own corner.)
+/// - Used lengths: padding gets a negative document number.
 ///
 /// A GPU computes the forward up to head dim 256, the backward up to 128, and up to 2^21 queries and keys.
 ///
@@ -122,7 +127,7 @@ impl BlockMask {
         if LENGTHS.iter().any(|&slot| asked_for.contains(slot)) {
             return Err(Error::Unsupported {
                 wanted: "a block mask with packed sequences or used lengths".into(),
-                nearest: "all sequences as one, with lists of documents".into(),
+                nearest: "no block mask, or one sequence whose block mask keeps documents apart".into(),
             });
         }
         Ok(())
