@@ -179,6 +179,25 @@ fn factors_of_v_may_differ_by_any_power() {
     }
 }
 
+/// The factors of V have no part in the LSE, also where a query sees one block of keys, whose factor is far below another's.
+#[test]
+fn factors_of_v_leave_the_lse_alone() {
+    let dims = Dims::new(1, 300, 1, 8);
+    for softcap in [0.0, 0.5] {
+        let problem = options(Scaling::PerBlock, dims).mask(Mask::chunked(128)).softcap(softcap).lse(true);
+        let problem = problem.build().unwrap();
+        let lse = |factors: [f32; 3]| {
+            let mut memory = Memory::<bf16>::new(&problem, false, 0, 0);
+            memory.descale_v.0[..3].copy_from_slice(&factors);
+            run(&problem.plan(&Device::cpu()).unwrap(), memory.args()).unwrap();
+            memory.lse.unwrap().0
+        };
+        for (row, (alike, own)) in lse([1.0; 3]).into_iter().zip(lse([1.0, 1.1e-6, 0.7e-17])).enumerate() {
+            assert!((alike - own).abs() <= 4.0 * f32::EPSILON * alike.abs().max(1.0), "{row}: {alike} and {own}");
+        }
+    }
+}
+
 /// Equal keys give every value the same weight; factors multiply what is stored.
 #[test]
 fn a_result_by_hand() {

@@ -12,7 +12,7 @@
 //!
 //! ```text
 //! O   = largest_v * sum of e4m3(p) * v / divisor
-//! LSE = max * ln(2) + ln(sum of p * 2^-fold / 2^8)
+//! LSE = largest * ln(2) + ln(sum of 2^(x - largest))                   largest: the largest x
 //! divisor = sum of e4m3(p)             scaling per tensor or per head
 //!         = sum of p * 2^-fold         scaling per block
 //! ```
@@ -25,7 +25,8 @@
 //!   happens where the weights of a row are nearly equal. It also makes the mean of equal values exactly that value.
 //! - With factors per block O is divided by the sum of the exact weights instead. Where the values of a block are small,
 //!   `fold` is far below 0, and the rounded weights of the block are 0. The block must still count in the sum.
-//! - The LSE uses exact weights, so it is as exact as for other types.
+//! - The LSE uses exact weights, and a maximum without folds, so it is as exact as for other types. (With `max` in its place,
+//!   both terms of the LSE may be as large as a fold, and lose bits where they cancel.)
 //!
 //! With a cap `c`, `x` is `c log2(e) tanh(x / (c log2(e)))` (`softcap.rs`).
 //!
@@ -89,7 +90,9 @@ struct RowState {
     keys: Keys,
     /// The largest `x + fold` so far.
     max: f32,
-    /// The sum of `p * 2^-fold` so far, for the LSE.
+    /// The largest `x` so far.
+    largest: f32,
+    /// The sum of `2^(x - largest + 8)` so far, for the LSE.
     sum: f32,
     /// The divisor of O so far.
     divisor: f32,
@@ -200,7 +203,8 @@ fn compute_tile<O: OutputOf<E4M3>>(
     let head_kv = task.head / problem.group_size();
     let of_keys = &task.sequence.kv;
     let band = problem.mask().band(task.rows.len, of_keys.len);
-    let mut rows = [RowState { keys: (0, 0), max: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 }; BLOCK];
+    let mut rows =
+        [RowState { keys: (0, 0), max: f32::NEG_INFINITY, largest: f32::NEG_INFINITY, sum: 0.0, divisor: 0.0 }; BLOCK];
     let rows = &mut rows[..task.tokens.len()];
     for (query, row) in task.tokens.clone().zip(rows.iter_mut()) {
         row.keys = band.keys(query, of_keys.len);
@@ -255,17 +259,21 @@ fn compute_tile<O: OutputOf<E4M3>>(
     o.clear();
     lse.clear();
     for (row, sums) in rows.iter().zip(sums.chunks_exact(dims.head_dim_vo)) {
-        let mut sunk = Sunk::new(sink * LOG2_E, row.max, f32::exp2);
-        sunk.weight *= P_OFFSET.exp2();
-        let divisor = sunk.add_to(row.divisor);
+        // With the sink, for sums relative to either maximum.
+        let sunk = |max: f32| {
+            let sunk = Sunk::new(sink * LOG2_E, max, f32::exp2);
+            Sunk { weight: sunk.weight * P_OFFSET.exp2(), ..sunk }
+        };
+        let (of_output, of_lse) = (sunk(row.max), sunk(row.largest));
+        let divisor = of_output.add_to(row.divisor);
         for sum in sums {
-            let value = if row.sum == 0.0 { without_keys(sink) } else { sum * sunk.own / divisor * largest_v };
+            let value = if row.sum == 0.0 { without_keys(sink) } else { sum * of_output.own / divisor * largest_v };
             *amax = larger(*amax, value.abs());
             o.push(O::from_f32(value * inputs.scale_o));
         }
         // A query without keys has sum 0. Its LSE is the sink, -inf where there is none.
-        let total = sunk.add_to(row.sum) / P_OFFSET.exp2();
-        lse.push(if row.sum == 0.0 { sink } else { sunk.max * LN_2 + total.ln() });
+        let total = of_lse.add_to(row.sum) / P_OFFSET.exp2();
+        lse.push(if row.sum == 0.0 { sink } else { of_lse.max * LN_2 + total.ln() });
     }
 }
 
@@ -290,18 +298,20 @@ impl RowState {
         }
         // `f32::max` ignores a NaN. The NaN's weight is NaN, and so is then the sum. `unit` is 0 or more, so the largest
         // product has the largest score.
-        let max = self.max.max(lanes(scores, f32::NEG_INFINITY, f32::max) * unit + fold);
+        let of_block = lanes(scores, f32::NEG_INFINITY, f32::max) * unit;
+        let (max, largest) = (self.max.max(of_block + fold), self.largest.max(of_block));
         // If all scores are -inf or NaN, a shift of -inf would give NaN. Any finite shift will do.
-        let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let finite = |max: f32| if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let (shift, lse_shift) = (finite(max), finite(largest));
         let correction = (self.max - shift).exp2();
-        let block_shift = P_OFFSET - (shift - fold);
-        scores.iter_mut().for_each(|score| *score = (*score * unit + block_shift).exp2());
-        let sum = lanes(scores, 0.0, |a, b| a + b) * (-fold).exp2();
+        let block_shift = shift - fold;
+        scores.iter_mut().for_each(|score| *score = (*score * unit + (P_OFFSET - block_shift)).exp2());
+        let exact = lanes(scores, 0.0, |a, b| a + b);
         scores.iter_mut().for_each(|p| *p = Element::to_f32(<E4M3 as Element>::from_f32(*p)));
-        let divisor = if per_block { sum } else { lanes(scores, 0.0, |a, b| a + b) };
-        self.sum = self.sum * correction + sum;
+        let divisor = if per_block { exact * (-fold).exp2() } else { lanes(scores, 0.0, |a, b| a + b) };
         self.divisor = self.divisor * correction + divisor;
-        self.max = max;
+        self.sum = self.sum * (self.largest - lse_shift).exp2() + exact * (block_shift - lse_shift).exp2();
+        (self.max, self.largest) = (max, largest);
         if correction != 1.0 {
             sums.iter_mut().for_each(|sum| *sum *= correction);
         }
