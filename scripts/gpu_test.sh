@@ -7,7 +7,10 @@
 # Option for a pack: --with FILE (repeatable) adds a file that was built elsewhere, and runs it too. FILE is libhopper_attention.so
 # (which the Python package uses, if python3 has torch), or a program such as those of examples/cpp and examples/multithread.
 # Options for a run: --memcheck (under compute-sanitizer, with a reduced grid, without Python), --log FILE (default
-# gpu_test.log in the folder; the suite's figures go beside it as .json, the comparison with torch as .sdpa.json).
+# gpu_test.log in the folder; the suite's figures go beside it as .json, the comparison with torch as .sdpa.json), --jobs N (N tests
+# at a time, each in a process of its own: the oracle takes most of the time, on the CPU. 12 on 16 cores take about 18 minutes. Beside
+# the log, .results has a line for each test: binary, test, exit status, seconds. If the run is broken off and begun again, tests
+# that have passed are not run again).
 # A missing GPU is a failure here, not a skip. The last line sums the tests: "N passed, N failed, N skipped".
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -21,7 +24,7 @@ usage() {
   exit "$1"
 }
 
-pack="" from="" memcheck=0 log="" with=()
+pack="" from="" memcheck=0 log="" jobs=1 with=()
 while [ $# -gt 0 ]; do
   case $1 in
     --pack)
@@ -31,6 +34,7 @@ while [ $# -gt 0 ]; do
     --with) with+=("$(realpath -e -- "${2:?--with takes a file}")") && shift ;;
     --from) from=${2:?--from takes a folder} && shift ;;
     --memcheck) memcheck=1 ;;
+    --jobs) jobs=${2:?--jobs takes a number} && shift ;;
     --log) log=$(realpath -m -- "${2:?--log takes a file}") && shift ;;
     -h | --help) usage 0 ;;
     *) usage 1 >&2 ;;
@@ -123,7 +127,35 @@ run_programs() {
   fi
 }
 
-# Runs the binaries of a folder, one test at a time: they share one GPU.
+# These look at all of the GPU's memory, of which other tests take some.
+alone=(allocations::runs_allocate_no_device_memory)
+
+# run_one BINARY TEST: runs a test in a process of its own, and notes what came of it.
+run_one() {
+  local since=$SECONDS status=0
+  # (A command's words, or none.)
+  # shellcheck disable=SC2086
+  $wrapped "./$1" --exact "$2" --nocapture >"$outputs/$1.${2//::/.}.txt" 2>&1 || status=$?
+  echo "$1 $2 $status $((SECONDS - since))" >>"$results"
+}
+
+# run_side_by_side BINARY: runs the tests that have not passed yet, $jobs at a time. Fails if one fails.
+run_side_by_side() {
+  local left name
+  touch "$results"
+  left=$("./$1" --list 2>/dev/null | sed -n 's/: test$//p' |
+    grep -vxF -f <(awk -v binary="$1" '$1 == binary && $3 == 0 { print $2 }' "$results") || true)
+  grep -vxF -f <(printf '%s\n' "${alone[@]}") <<<"$left" | xargs -r -P "$jobs" -I{} bash -c 'run_one "$@"' _ "$1" {}
+  for name in "${alone[@]}"; do
+    ! grep -qxF "$name" <<<"$left" || run_one "$1" "$name"
+  done
+  cat "$outputs/$1".*.txt
+  # Of a test that ran twice the later line counts.
+  ! awk -v binary="$1" '$1 == binary { status[$2] = $3 } END { for (name in status) if (status[name]) print binary, name, "failed" }' \
+    "$results" | grep .
+}
+
+# Runs the binaries of a folder, one test at a time where --jobs does not say otherwise: they share one GPU.
 run_from() {
   local folder=$1 binary status=0
   cd "$folder"
@@ -144,9 +176,20 @@ run_from() {
     nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv,noheader 2>/dev/null || echo "no nvidia-smi"
   } | tee "$log"
   chmod +x ./*.test hattn
+  if [ "$jobs" -gt 1 ]; then
+    export results=${log%.log}.results outputs=${log%.log}.outputs wrapped=${wrap[*]}
+    # Somewhat more threads than cores, as a test waits for the GPU, too.
+    export RAYON_NUM_THREADS=$((($(nproc) * 3 / 2 + jobs - 1) / jobs))
+    export -f run_one
+    mkdir -p "$outputs"
+  fi
   for binary in *.test; do
     echo "== $binary" | tee -a "$log"
-    "${wrap[@]}" "./$binary" --test-threads=1 --nocapture 2>&1 | tee -a "$log" || status=1
+    if [ "$jobs" -gt 1 ]; then
+      run_side_by_side "$binary" 2>&1 | tee -a "$log" || status=1
+    else
+      "${wrap[@]}" "./$binary" --test-threads=1 --nocapture 2>&1 | tee -a "$log" || status=1
+    fi
   done
   run_programs "${wrap[@]}" | tee -a "$log" || status=1
   local passed failed skipped
