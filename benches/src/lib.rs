@@ -53,7 +53,7 @@ pub use point::{
 pub use report::{Busy, Ceiling, Library, Missing, PointReport, Report, Role, Run, RunStatus, SCHEMA};
 pub use session::{Outcome, Progress, Session};
 pub use stats::{Summary, geometric_mean, quantile};
-pub use sweep::{FEW_HEADS, FEW_SEQUENCES, HIDDEN, LOPSIDED, SHORT, Sweep, TOKENS};
+pub use sweep::{FEW_HEADS, FEW_SEQUENCES, HIDDEN, LAST_PARTS, LOPSIDED, SHORT, Sweep, TOKENS};
 
 /// Each item once, in the order of their first places.
 pub(crate) fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {

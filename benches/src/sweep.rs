@@ -44,7 +44,7 @@ pub struct Sweep {
     /// The heads and lengths of [`FEW_HEADS`] and [`FEW_SEQUENCES`], in place of `gqa`, `seqlens`, `tokens`, `batch`
     /// and `hidden`.
     pub few_heads: bool,
-    /// Short and lopsided problems ([`SHORT`] and [`LOPSIDED`]), in place of all lengths and heads.
+    /// Short and lopsided problems ([`SHORT`], [`LOPSIDED`] and [`LAST_PARTS`]), in place of all lengths and heads.
     pub lopsided: bool,
     /// A quarter as many queries as keys, at least 1. Not with `lopsided`.
     pub quarter: bool,
@@ -90,6 +90,10 @@ pub const LOPSIDED: [[usize; 5]; 12] = [
     [1, 64, 32768, 8, 1],
     [1, 16, 131072, 8, 1],
 ];
+/// The same under a causal mask, whose last query sees the last key: a prompt's last part. Its queries see nearly as many keys
+/// each.
+pub const LAST_PARTS: [[usize; 5]; 4] =
+    [[1, 512, 4096, 4, 4], [1, 512, 16384, 4, 4], [1, 512, 16384, 8, 1], [1, 512, 16384, 32, 8]];
 
 impl Sweep {
     /// The papers' sweep.
@@ -173,7 +177,7 @@ impl Sweep {
         let groups = if self.few_heads { FEW_HEADS.len() } else { self.gqa.len() };
         let kinds = [self.directions.len(), self.dtypes.len(), groups, self.dims.len()];
         let each = self.kept().count().saturating_mul(self.sequences().len());
-        let each = each.saturating_add(if self.lopsided { LOPSIDED.len() } else { 0 });
+        let each = each.saturating_add(if self.lopsided { LOPSIDED.len() + LAST_PARTS.len() } else { 0 });
         let each = each.saturating_mul(self.inputs.len());
         let all = kinds.into_iter().fold(each, usize::saturating_mul);
         ensure!(all <= MAX_POINTS, "a sweep of {all} points; allowed: up to {MAX_POINTS}");
@@ -315,11 +319,12 @@ impl Sweep {
         ]
     }
 
-    /// The points of [`LOPSIDED`].
+    /// The points of [`LOPSIDED`] and [`LAST_PARTS`].
     fn lopsided(direction: Direction, dtype: Precision, dims: HeadDims, points: &mut Vec<Point>) -> Result<()> {
-        for [batch, queries, seqlen, heads_q, heads_kv] in LOPSIDED {
+        let all = LOPSIDED.map(|sizes| (sizes, false)).into_iter().chain(LAST_PARTS.map(|sizes| (sizes, true)));
+        for ([batch, queries, seqlen, heads_q, heads_kv], causal) in all {
             let plain = Point::plain((direction, dtype), [heads_q, heads_kv], dims, [batch, seqlen]);
-            let point = Point { queries: Some(queries), ..plain };
+            let point = Point { queries: Some(queries), causal, ..plain };
             points.push(point.checked()?);
         }
         Ok(())
@@ -454,13 +459,14 @@ mod tests {
     fn the_sweep_of_short_and_lopsided_problems() {
         let sweep = Sweep { lopsided: true, dtypes: vec![Precision::Bf16], ..Sweep::papers() };
         let points = sweep.points().unwrap();
-        assert_eq!(points.len(), 60);
+        assert_eq!(points.len(), 68);
         assert_eq!(points[0].to_string(), "fwd/bf16/d64/full/s77/b212/h32/kv32");
         assert_eq!(points[18].to_string(), "fwd/bf16/d64/full/s128x16384/b1/h32/kv8");
         assert_eq!(points[29].to_string(), "fwd/bf16/d64/full/s16x131072/b1/h8/kv1");
+        assert_eq!(points[30].to_string(), "fwd/bf16/d64/causal/s512x4096/b1/h4/kv4");
         assert_eq!(
-            [54, 59].map(|i| points[i].family()),
-            ["fwd-bf16-d128-full-lopsided", "fwd-bf16-d128-full-gqa8-lopsided"]
+            [58, 63, 66].map(|i| points[i].family()),
+            ["fwd-bf16-d128-full-lopsided", "fwd-bf16-d128-full-gqa8-lopsided", "fwd-bf16-d128-causal-gqa8-lopsided"]
         );
         assert_eq!(points.iter().filter(|p| p.matches("s1024x77/d128")).count(), 1);
         let fp8 = Sweep { dtypes: vec![Precision::E4m3], ..sweep };

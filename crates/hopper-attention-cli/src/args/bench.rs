@@ -127,7 +127,7 @@ pub struct PointArgs {
     /// Time few heads: 32, 16, 8 and 4 query heads on 16 to 1 KV heads, with one sequence of 512 to 32768 tokens or four of 2048
     #[arg(long, conflicts_with_all = ["gqa", "seqlens", "tokens", "batch", "hidden", "quick"])]
     pub few_heads: bool,
-    /// Time 60 short and lopsided problems: sequences of 77 to 4097 tokens, and queries that are not as many as keys
+    /// Time 68 short and lopsided problems: sequences of 77 to 4097 tokens, and queries that are not as many as keys
     #[arg(long, conflicts_with_all = ["gqa", "seqlens", "tokens", "batch", "hidden", "quick", "few_heads", "quarter"])]
     pub lopsided: bool,
     /// A quarter as many queries as keys. A causal mask lets the last query see the last key
