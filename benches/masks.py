@@ -61,21 +61,16 @@ def flex_call(keeps, q, k, v, d_o):
     keys = q.shape[1]
     mask = flex.create_block_mask(lambda b, h, i, j: keeps(i, j), None, None, keys, keys, device="cuda")
     attend = torch.compile(flex.flex_attention, dynamic=False)
-    heads_first = [x.detach().transpose(1, 2).requires_grad_(d_o is not None) for x in (q, k, v)]
-    o = attend(*heads_first, block_mask=mask)
-    if d_o is None:
-        return lambda: attend(*heads_first, block_mask=mask), o.transpose(1, 2)
-    gradient = d_o.transpose(1, 2)
-    return lambda: torch.autograd.grad(o, heads_first, gradient, retain_graph=True), o.transpose(1, 2)
+    heads_first = timing.leaves(d_o, *(x.transpose(1, 2) for x in (q, k, v)))
+    gradient = None if d_o is None else d_o.transpose(1, 2)
+    call, o = timing.recorded(lambda: attend(*heads_first, block_mask=mask), heads_first, gradient)
+    return call, o.transpose(1, 2)
 
 
 def ours_call(options, q, k, v, d_o):
     """The same of ours, with these options of `attention`."""
-    inputs = [x.detach().requires_grad_(d_o is not None) for x in (q, k, v)]
-    o = hopper_attention.attention(*inputs, **options)
-    if d_o is None:
-        return (lambda: hopper_attention.attention(*inputs, **options)), o
-    return (lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)), o
+    inputs = timing.leaves(d_o, q, k, v)
+    return timing.recorded(lambda: hopper_attention.attention(*inputs, **options), inputs, d_o)
 
 
 def check(o, kept, q, k, v):

@@ -163,15 +163,13 @@ def complaint(found, wanted):
 
 
 def leaves(d_o, *tensors):
-    return [x.detach().requires_grad_(d_o is not None) for x in tensors if x is not None]
+    return timing.leaves(d_o, *(x for x in tensors if x is not None))
 
 
 def recorded(function, inputs, d_o):
     """The Run of a function that autograd records."""
-    o = function()
-    if d_o is None:
-        return Run(function, o)
-    return Run(lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True), o, lambda gradients: gradients[0])
+    call, o = timing.recorded(function, inputs, d_o)
+    return Run(call, o, None if d_o is None else lambda gradients: gradients[0])
 
 
 def listed(listing):

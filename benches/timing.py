@@ -1,4 +1,4 @@
-"""How masks.py, quantize.py and scores.py time calls on the GPU. (growth.py takes `timed` alone.)
+"""How masks.py, quantize.py and scores.py time calls on the GPU. (growth.py has a loop of its own.)
 
 - L2 is emptied before each call: FLUSH bytes are written. Events are around the call alone.
 - Calls that are compared take turns. A call's time can depend on the call before it, so every second round runs in reverse order.
@@ -21,6 +21,19 @@ CLOCKS_PER_SECOND = 2e9
 def flush_memory():
     """The memory that `timed` writes."""
     return torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+
+
+def leaves(d_o, *tensors):
+    """Tensors of their own, which gradients are asked of if there is a d_o."""
+    return [x.detach().requires_grad_(d_o is not None) for x in tensors]
+
+
+def recorded(function, inputs, d_o):
+    """What is timed of a function that gives O, and that O: the function, or with a d_o the gradients of its inputs alone."""
+    o = function()
+    if d_o is None:
+        return function, o
+    return lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True), o
 
 
 def timed(call, flush):

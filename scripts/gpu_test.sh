@@ -34,7 +34,10 @@ while [ $# -gt 0 ]; do
     --with) with+=("$(realpath -e -- "${2:?--with takes a file}")") && shift ;;
     --from) from=${2:?--from takes a folder} && shift ;;
     --memcheck) memcheck=1 ;;
-    --jobs) jobs=${2:?--jobs takes a number} && shift ;;
+    --jobs)
+      jobs=${2:?--jobs takes a number} && shift
+      [[ $jobs =~ ^[1-9][0-9]*$ ]] || fail "--jobs $jobs; allowed: whole numbers from 1 on."
+      ;;
     --log) log=$(realpath -m -- "${2:?--log takes a file}") && shift ;;
     -h | --help) usage 0 ;;
     *) usage 1 >&2 ;;
@@ -48,7 +51,8 @@ pack_into() {
   cd "$here/.."
   scripts/bootstrap.sh
   mkdir -p "$folder/pytorch"
-  rm -f "$folder"/{*.test,*.log,*.json,*.so*,example_*,hattn,about.txt}
+  # (Results are of the binaries that go: with them --jobs would pass over tests of the new ones.)
+  rm -rf "$folder"/{*.test,*.log,*.json,*.results,*.outputs,*.so*,example_*,hattn,about.txt}
   # Whatever needs a GPU is in a test target of this name, in whichever package.
   local packages=()
   for source in {tests,crates/*,examples/*}/tests/gpu{.rs,/main.rs}; do

@@ -15,11 +15,11 @@ use hopper_attention_tests::c::{
 use hopper_attention_tests::data::Poison;
 use hopper_attention_tests::gpu::backward::OnDevice as OnDeviceBackward;
 use hopper_attention_tests::gpu::{ByAddress, Gpu, OnDevice};
-use hopper_attention_tests::packing::{Kind, Packing};
+use hopper_attention_tests::packing::Packing;
 use hopper_attention_tests::problems::Case;
 use hopper_attention_tests::runner::Prepared;
 
-use crate::packed::packing_rows;
+use crate::packed::{of_random_lengths, packing_rows};
 use crate::{mask_of, with_dtype};
 
 /// A workspace by address, large enough for every plan here.
@@ -171,12 +171,6 @@ fn packed_sequences_through_c() {
     }
 }
 
-fn packed_case(row: &KernelInfo) -> Case {
-    let case = Case::new(260, 300, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
-    let kind = Kind { packed: [true; 2], used: [false, true], fill_gaps: true };
-    Case { packing: Packing::random(kind, 5, [260, 300], 3), ..case.heads(5, 4, 2) }
-}
-
 /// The lists of a case in the GPU's memory.
 fn uploaded(gpu: &Gpu, packing: &Packing) -> Vec<(Slot, CudaSlice<i32>)> {
     packing.lists().map(|(slot, list)| (slot, gpu.stream.clone_htod(list).expect("device memory"))).collect()
@@ -196,7 +190,7 @@ fn lengths(gpu: &Gpu, lists: &[(Slot, CudaSlice<i32>)]) -> LengthsMemory {
 }
 
 fn one_packed_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    let prepared = Prepared::<T>::new(&packed_case(row));
+    let prepared = Prepared::<T>::new(&of_random_lengths(row));
     let given = problem(&prepared.problem.to_builder().arch(row.arch()).build().unwrap());
     let plan = Plan::new(&given, 0).unwrap();
     assert!(plan.describe().contains(&format!("{} fwd", row.arch())), "{}", plan.describe());
@@ -229,7 +223,7 @@ fn one_packed_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
 }
 
 fn one_packed_backward_row<T: Poison>(gpu: &Gpu, row: &KernelInfo) {
-    let prepared = backward::Prepared::<T>::new(&packed_case(row));
+    let prepared = backward::Prepared::<T>::new(&of_random_lengths(row));
     let forward = prepared.problem.forward().to_builder().arch(row.arch()).build().unwrap();
     let options = BackwardProblem::builder(&forward).d_lse(prepared.problem.takes_d_lse());
     let plan = Plan::new(&backward_problem(&options.deterministic(true).build().unwrap()), 0).unwrap();

@@ -7,7 +7,6 @@ use hopper_attention_tests::c::{Plan, problem, tensor};
 use hopper_attention_tests::data::{Garbage, Input, Poison, Values};
 use hopper_attention_tests::dropout::{cases, packed_cases};
 use hopper_attention_tests::gpu::{self, ByAddress, Gpu, OnDevice};
-use hopper_attention_tests::packing::{Kind, Packing};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::Prepared;
 use hopper_attention_tests::say;
@@ -15,7 +14,7 @@ use hopper_attention_verify::dropout::add_to;
 
 use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, take};
 use crate::graphs::{captured, lane};
-use crate::packed::packing_rows;
+use crate::packed::{of_random_lengths, packing_rows};
 use crate::{mask_of, with_dtype};
 
 /// The rows that take dropout.
@@ -131,23 +130,23 @@ fn each_word_counts<O>(
 #[test]
 fn the_state_may_be_on_the_host() {
     let Some(gpu) = Gpu::open("the_state_may_be_on_the_host") else { return };
-    for row in dropping(&gpu, gpu.modified_rows(), false) {
-        with_dtype!(row.dtype(), host_state(&gpu, &row, &of_row(&row)));
-    }
-    for row in dropping(&gpu, gpu.modified_backward_rows(), true) {
-        with_dtype!(row.dtype(), host_state_backward(&gpu, &row, &of_row(&row)));
-    }
+    host_states(&gpu, dropping, of_row);
 }
 
 /// The same of packed sequences, both passes.
 #[test]
 fn the_state_of_packed_sequences_may_be_on_the_host() {
     let Some(gpu) = Gpu::open("the_state_of_packed_sequences_may_be_on_the_host") else { return };
-    for row in packed_dropping(&gpu, gpu.modified_rows(), false) {
-        with_dtype!(row.dtype(), host_state(&gpu, &row, &packed_of_row(&row)));
+    host_states(&gpu, packed_dropping, packed_of_row);
+}
+
+/// Both passes, in every row that `dropping` leaves of the modified ones, with `case` of the row.
+fn host_states(gpu: &Gpu, dropping: fn(&Gpu, Vec<KernelInfo>, bool) -> Vec<KernelInfo>, case: fn(&KernelInfo) -> Case) {
+    for row in dropping(gpu, gpu.modified_rows(), false) {
+        with_dtype!(row.dtype(), host_state(gpu, &row, &case(&row)));
     }
-    for row in packed_dropping(&gpu, gpu.modified_backward_rows(), true) {
-        with_dtype!(row.dtype(), host_state_backward(&gpu, &row, &packed_of_row(&row)));
+    for row in dropping(gpu, gpu.modified_backward_rows(), true) {
+        with_dtype!(row.dtype(), host_state_backward(gpu, &row, &case(&row)));
     }
 }
 
@@ -170,11 +169,8 @@ fn the_state_beside_the_gradient_of_a_bias_may_be_on_the_host() {
     assert!(ran.iter().all(|&ran| ran > 0), "{ran:?}");
 }
 
-/// Packed sequences for a row, some of whose keys are not used.
 fn packed_of_row(row: &KernelInfo) -> Case {
-    let case = Case::new(260, 300, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
-    let kind = Kind { packed: [true; 2], used: [false, true], fill_gaps: true };
-    Case { packing: Packing::random(kind, 5, [260, 300], 3), ..case.heads(5, 4, 2).dropout(0.3) }
+    of_random_lengths(row).dropout(0.3)
 }
 
 fn host_state<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {

@@ -74,6 +74,13 @@ fn other_rows_refuse_by_name() {
     }
 }
 
+/// A case of five packed sequences for a row, some of whose keys are not used.
+pub(crate) fn of_random_lengths(row: &KernelInfo) -> Case {
+    let case = Case::new(260, 300, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+    let kind = Kind { packed: [true; 2], used: [false, true], fill_gaps: true };
+    Case { packing: Packing::random(kind, 5, [260, 300], 3), ..case.heads(5, 4, 2) }
+}
+
 /// A case of packed sequences for a row, with these lengths on both sides.
 pub(crate) fn of_lengths(row: &KernelInfo, lengths: &[usize]) -> Case {
     let mut offsets = vec![0i32];

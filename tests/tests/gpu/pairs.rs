@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hopper_attention::{Arch, BackwardProblem, DType, Device, Error, Mask, Result, Scaling, kernels};
+use hopper_attention::{Arch, DType, Device, Error, Mask, Result, Scaling, kernels};
 use hopper_attention_tests::alibi::Alibi;
 use hopper_attention_tests::blocks::Blocks;
 use hopper_attention_tests::gpu::Gpu;
@@ -91,18 +91,9 @@ fn problem(pass: Pass, turn: usize, pair: [&Feature; 2], head_dim: usize, arch: 
 
 /// The instruction set of the plan that the library chooses.
 fn planned(device: &Device, problem: &Problem) -> Result<Arch> {
-    let case = &problem.case;
-    let options = case.options(problem.dtype);
-    let options = match problem.arch {
-        Some(arch) => options.arch(arch),
-        None => options,
-    };
-    let forward = options.build()?;
-    let kernel = if problem.pass == Pass::Forward {
-        forward.plan(device)?.kernel().copied()
-    } else {
-        let options = BackwardProblem::builder(&forward).d_lse(case.lse).d_sinks(!case.sinks.is_none());
-        options.d_bias(!case.bias.is_none()).build()?.plan(device)?.kernel().copied()
+    let kernel = match problem.pass {
+        Pass::Forward => problem.built()?.plan(device)?.kernel().copied(),
+        _ => problem.backward()?.plan(device)?.kernel().copied(),
     };
     Ok(kernel.expect("a kernel of a GPU").arch())
 }

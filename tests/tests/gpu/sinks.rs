@@ -17,6 +17,9 @@ use crate::e4m3::take_e4m3;
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
+/// What stands beside garbage in turn.
+const BESIDE_GARBAGE: [Sinks; 4] = [Sinks::Normal, Sinks::Ten, Sinks::Large, Sinks::Mixed];
+
 #[test]
 fn every_row_takes_sinks() {
     let Some(gpu) = Gpu::open("every_row_takes_sinks") else { return };
@@ -113,8 +116,7 @@ fn garbage_under_the_mask_reaches_no_row_with_a_sink() {
 /// dLSE is a part of the sink's gradient also in a query without keys. So there is no dLSE then.
 fn without_keys(row: &KernelInfo, input: Input, turn: usize) -> Case {
     let case = Case::new(290, 197, row.head_dim_qk(), mask_of(row.mask())).heads(1, 6, 2);
-    let (garbage, sinks) =
-        (Garbage::ALL[turn % 4], [Sinks::Normal, Sinks::Ten, Sinks::Large, Sinks::Mixed][turn / 4 % 4]);
+    let (garbage, sinks) = (Garbage::ALL[turn % 4], BESIDE_GARBAGE[turn / 4 % 4]);
     let case = Case { values: Values::Garbage(input, garbage), sinks, lse: input != Input::DO, ..case };
     case.head_dim_vo(row.head_dim_vo())
 }
@@ -122,8 +124,7 @@ fn without_keys(row: &KernelInfo, input: Input, turn: usize) -> Case {
 fn hidden(row: &KernelInfo, inputs: &'static [Input]) -> impl Iterator<Item = Case> + use<> {
     let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
     let case = case.head_dim_vo(row.head_dim_vo());
-    let kinds = [Sinks::Normal, Sinks::Ten, Sinks::Large, Sinks::Mixed];
-    Garbage::ALL.into_iter().zip(kinds).flat_map(move |(garbage, sinks)| {
+    Garbage::ALL.into_iter().zip(BESIDE_GARBAGE).flat_map(move |(garbage, sinks)| {
         let case = case.clone();
         inputs.iter().map(move |&input| Case { sinks, values: Values::Garbage(input, garbage), ..case.clone() })
     })
@@ -164,7 +165,7 @@ fn garbage_in_queries_without_keys_reaches_no_gradient() {
     }
     let mut runs = 0;
     for (turn, (case, rows)) in groups.iter().enumerate() {
-        let sinks = [Sinks::Normal, Sinks::Ten, Sinks::Large, Sinks::Mixed][turn % 4];
+        let sinks = BESIDE_GARBAGE[turn % 4];
         let case = Case { sinks, lse: turn % 3 != 1, ..case.clone() };
         runs += with_dtype!(rows[0].dtype(), clean_gradients(&gpu, rows, &case));
     }

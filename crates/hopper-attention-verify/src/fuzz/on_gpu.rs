@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use hopper_attention::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use hopper_attention::{
-    BackwardProblem, CudaDevice, DType, E4M3, Element, Error, KernelInfo, OutputOf, Quantizer, Stream, Workspace,
-    backward_kernels, bf16, f16, kernels,
+    CudaDevice, DType, E4M3, Element, Error, KernelInfo, OutputOf, Quantizer, Stream, Workspace, backward_kernels,
+    bf16, f16, kernels,
 };
 use rayon::prelude::*;
 
@@ -223,10 +223,7 @@ struct Backward<T>(backward::Prepared<T>, Problem);
 impl<T: Poison> Subject for Backward<T> {
     fn run(self: Box<Self>, lane: &Lane<'_>) -> Ran {
         let Self(prepared, drawn) = *self;
-        let options = BackwardProblem::builder(&drawn.forward()).d_lse(drawn.case.lse);
-        let options = options.d_sinks(!drawn.case.sinks.is_none()).d_bias(!drawn.case.bias.is_none());
-        let options = options.deterministic(drawn.deterministic);
-        let problem = options.build()?;
+        let problem = drawn.backward()?;
         let device = hopper_attention::Device::Cuda(lane.device.clone());
         let plan =
             lane.plan(backward_kernels(), |row| problem.plan_with_row(lane.device, row), || problem.plan(&device))?;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hopper_attention::{Arch, Corner, DType, Dims, Dropout, ForwardProblem, Mask, Scaling};
+use hopper_attention::{Arch, BackwardProblem, Corner, DType, Dims, Dropout, ForwardProblem, Mask, Scaling};
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -85,7 +85,10 @@ impl Problem {
     }
 
     /// The forward problem, or why it is none.
-    pub(super) fn built(&self) -> hopper_attention::Result<ForwardProblem> {
+    ///
+    /// # Errors
+    /// As `ForwardProblemBuilder::build`.
+    pub fn built(&self) -> hopper_attention::Result<ForwardProblem> {
         let options = match self.pass {
             Pass::Fp8 | Pass::Quantize => {
                 let Fp8 { scaling, half_scores, .. } = self.fp8;
@@ -99,6 +102,16 @@ impl Problem {
             None => options,
         };
         options.sm_margin(self.sm_margin).workspace_limit(self.workspace_limit).build()
+    }
+
+    /// The backward problem, with the gradients of sinks and of a bias where there are such.
+    ///
+    /// # Errors
+    /// As `BackwardProblemBuilder::build`, and where there is no forward problem.
+    pub fn backward(&self) -> hopper_attention::Result<BackwardProblem> {
+        let case = &self.case;
+        let options = BackwardProblem::builder(&self.built()?).d_lse(case.lse).d_sinks(!case.sinks.is_none());
+        options.d_bias(!case.bias.is_none()).deterministic(self.deterministic).build()
     }
 }
 

@@ -87,8 +87,11 @@ fn least_shares(ways: usize) -> usize {
 /// The work of a launch.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
-    /// Blocks of keys that the tiles of one head visit. Of many tiles, those of every so many-th.
+    /// Blocks of keys that the tiles of one head visit, the most first. Of many tiles, those of every so many-th.
     visits: Vec<usize>,
+    /// Whether the tiles of a head go from long to short, in the order of the list. (By a block more or less: where a window's
+    /// edge lies in a block differs from tile to tile.)
+    pub goes_down: bool,
     /// Tiles in all.
     tiles: usize,
     multiprocessors: usize,
@@ -210,7 +213,7 @@ impl Work {
     /// `bounds` are those of the mask (`schedule.rs`). `multiprocessors` is at least 1.
     pub(super) fn new(kernel: &KernelInfo, dims: Dims, bounds: Bounds, multiprocessors: usize, drawn: bool) -> Self {
         let of_head = dims.seqlen_q.div_ceil(kernel.tile_m.max(1));
-        let visits = if dims.seqlen_kv == 0 {
+        let mut visits = if dims.seqlen_kv == 0 {
             vec![1; of_head.min(1)]
         } else if kernel.mask == MaskClass::Full {
             vec![visits(kernel, dims, bounds, 0); of_head.min(1)] // of every tile
@@ -218,9 +221,26 @@ impl Work {
             let step = of_head.div_ceil(LOOKED_AT).max(1);
             (0..of_head).rev().step_by(step).map(|tile| visits(kernel, dims, bounds, tile)).collect()
         };
+        let mut least = usize::MAX;
+        // (The first tile may have few queries.)
+        let goes_down = visits.iter().skip(1).all(|&visits| {
+            least = least.min(visits);
+            visits <= least + 1
+        });
+        visits.sort_unstable_by(|a, b| b.cmp(a));
         let tiles = of_head.saturating_mul(dims.batch * dims.heads_q).min(1 << 40);
         let (kernel, costs) = (*kernel, Costs::of(kernel));
-        Self { visits, tiles, multiprocessors, drawn, is_bounded: false, kernel, most_bytes: u64::MAX, costs }
+        Self {
+            visits,
+            goes_down,
+            tiles,
+            multiprocessors,
+            drawn,
+            is_bounded: false,
+            kernel,
+            most_bytes: u64::MAX,
+            costs,
+        }
     }
 
     /// The same where the workspace has at most so many bytes.
@@ -228,15 +248,9 @@ impl Work {
         Self { most_bytes: most_bytes.unwrap_or(u64::MAX), ..self }
     }
 
-    /// Whether the tiles of a head go from long to short, in the order of the list. (By a block more or less: where a window's
-    /// edge lies in a block differs from tile to tile.)
-    pub(super) fn goes_down(&self) -> bool {
-        let mut least = usize::MAX;
-        // (The first tile may have few queries.)
-        self.visits.iter().skip(1).all(|&visits| {
-            least = least.min(visits);
-            visits <= least + 1
-        })
+    /// The most blocks of keys that a tile visits.
+    fn most(&self) -> usize {
+        self.visits.first().copied().unwrap_or(1)
     }
 
     /// The same with no more CTAs than multiprocessors.
@@ -250,7 +264,7 @@ impl Work {
         let ways = ways(&self.kernel);
         let Costs { block, border, start, sums: [clusters, warpgroups], crowd, long, splits: [summing, each] } =
             self.costs;
-        let most = self.visits.iter().copied().max().unwrap_or(1);
+        let most = self.most();
         let mean = |of: &dyn Fn(usize) -> usize| {
             self.visits.iter().map(|&visits| of(visits) as f64).sum::<f64>() / self.visits.len().max(1) as f64
         };
@@ -274,7 +288,7 @@ impl Work {
             if self.tiles <= at_a_time {
                 return LAUNCH + longest;
             }
-            if self.visits.iter().all(|&visits| visits == most) {
+            if self.visits.last().is_none_or(|&least| least == most) {
                 return LAUNCH + self.tiles.div_ceil(at_a_time) as f64 * longest;
             }
             let of_each = mean(&|visits| visits.div_ceil(parts)) * block + fixed;
@@ -303,19 +317,17 @@ impl Work {
     /// these tiles. The bound is the largest of these times over `n` (benches/LOG.md, entry 87). `time` gives the microseconds of a
     /// tile that visits so many blocks.
     fn rounds(&self, at_a_time: usize, time: &dyn Fn(usize) -> f64) -> f64 {
-        let mut visits = self.visits.clone();
-        visits.sort_unstable_by(|a, b| b.cmp(a));
         let of_rounds = |rounds: usize| {
             let tile = rounds * at_a_time;
-            let place = if tile < self.tiles { tile * visits.len() / self.tiles } else { usize::MAX };
-            visits.get(place).map_or(0.0, |&visits| (rounds + 1) as f64 * time(visits))
+            let place = if tile < self.tiles { tile * self.visits.len() / self.tiles } else { usize::MAX };
+            self.visits.get(place).map_or(0.0, |&visits| (rounds + 1) as f64 * time(visits))
         };
         (1..=FEW_ROUNDS).map(of_rounds).fold(0.0, f64::max)
     }
 
     /// How tiles are shared so that the launch takes the least time, and that time.
     pub(super) fn best(&self) -> (Sharing, f64) {
-        let blocks = self.visits.iter().copied().max().unwrap_or(1);
+        let blocks = self.most();
         let most = blocks.min(self.kernel.most_shares).min(LARGEST_CLUSTER);
         let timed = |sharing| (sharing, self.time_of(sharing));
         let worth = |best: (Sharing, f64), other: Option<(Sharing, f64)>| match other {
@@ -447,7 +459,7 @@ mod tests {
         let problem = ForwardProblem::builder(DType::BF16, long).mask(Mask::causal()).build().unwrap();
         let row = KernelInfo { mask: MaskClass::Causal, tile_m: 128, tile_n: 128, ..ROW };
         let work = Work::new(&row, long, Bounds::of(&problem), 132, true);
-        assert_eq!((work.visits.len(), work.tiles, work.visits.iter().max()), (128, 8192, Some(&8192)));
+        assert_eq!((work.visits.len(), work.tiles, work.visits.first()), (128, 8192, Some(&8192)));
         let none = Work::new(&row, Dims { batch: 0, seqlen_q: 0, ..long }, Bounds::of(&problem), 132, true);
         assert_eq!(none.best().0, Sharing::NONE);
     }

@@ -354,9 +354,7 @@ fn schedule(
     // launch (benches/LOG.md, entry 84).
     let several = tiles > grid && is_drawn(problem, &kernel);
     let tile_counter = several
-        && (tiles > grid.saturating_mul(2)
-            || problem.block_mask().is_some()
-            || !work(problem, gpu, &kernel).goes_down());
+        && (tiles > grid.saturating_mul(2) || problem.block_mask().is_some() || !work(problem, gpu, &kernel).goes_down);
     let choice = Choice {
         kernel,
         heads_as_queries: 1,

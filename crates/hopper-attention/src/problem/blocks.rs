@@ -81,7 +81,8 @@ mod tests {
             |options: ForwardProblemBuilder, mask| options.block_mask(Some(mask)).build().unwrap_err().to_string();
         let text = "block_mask.most_partial: 6; allowed: 0 to 5, the blocks of keys";
         assert_eq!(with(options(), BlockMask::new(6)), text);
-        let text = "unsupported: a block mask with packed sequences or used lengths; nearest: no block mask, or one sequence whose block mask keeps documents apart";
+        let text = "unsupported: a block mask with packed sequences or used lengths; nearest: no block mask, or one sequence \
+                    whose block mask keeps documents apart";
         assert_eq!(with(options().packed(true), BlockMask::new(1)), text);
         let fp8 = ForwardProblem::builder(DType::E4M3, Dims::new(1, 128, 1, 64)).block_mask(Some(BlockMask::new(1)));
         assert_eq!(fp8.build().unwrap().block_mask(), Some(BlockMask::new(1)));
