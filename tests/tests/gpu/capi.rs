@@ -263,8 +263,8 @@ fn case() -> Case {
 #[test]
 fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     let Some(gpu) = Gpu::open("what_c_gets_wrong_is_refused_and_nothing_is_written") else { return };
-    // More tiles than multiprocessors, so that there is a workspace to get wrong.
-    let prepared = Prepared::<bf16>::new(&case().heads(20, 8, 2));
+    // More tiles than two rounds, so that tiles are drawn and there is a workspace to get wrong.
+    let prepared = Prepared::<bf16>::new(&case().heads(40, 8, 2));
     let plan = Plan::new(&problem(&prepared.problem), 0).unwrap();
     assert!(plan.workspace_bytes() > 0, "a causal plan draws tiles from a counter");
     let mut scratch = workspace(&gpu);
@@ -290,7 +290,7 @@ fn what_c_gets_wrong_is_refused_and_nothing_is_written() {
     refused(|m| m.o.device = 1, HATTN_ERROR_DEVICE, "o: on device cuda:1; allowed: device cuda:0");
     refused(|m| m.o.dtype = HATTN_F32, HATTN_ERROR_DTYPE, "o: dtype f32; allowed: bf16, the problem's");
     refused(|m| m.v.shape[0] = 1, HATTN_ERROR_SHAPE, "v: shape [1, 90, 2, 64]");
-    refused(|m| m.o.stride[0] = 0, HATTN_ERROR_LAYOUT, "o: shape [20, 70, 8, 64] with strides");
+    refused(|m| m.o.stride[0] = 0, HATTN_ERROR_LAYOUT, "o: shape [40, 70, 8, 64] with strides");
     refused(|m| m.lse = None, HATTN_ERROR_VALUE, "lse: missing");
 
     // What no kernel computes is refused when it is planned, and told beforehand.

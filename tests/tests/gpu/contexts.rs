@@ -26,7 +26,8 @@ fn safe_runs_leave_the_current_context_alone() {
     let _second = gpu.device.context().new_stream().unwrap();
     assert!(gpu.device.context().is_managing_stream_synchronization());
 
-    let case = Case::new(70, 90, 64, Mask::causal()).heads(20, 8, 2);
+    // More tiles than two rounds, so that the forward has a workspace.
+    let case = Case::new(70, 90, 64, Mask::causal()).heads(40, 8, 2);
     let forward = Prepared::<bf16>::new(&case);
     let mut of_forward = OnDevice::new(&gpu.stream, &forward);
     let gradients = backward::Prepared::<bf16>::new(&case);
