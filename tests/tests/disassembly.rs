@@ -486,15 +486,15 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
         dtype => [usize::from(dtype == DType::BF16)].into_iter().chain(shape).collect(),
     };
     // Of rows of sm90 two more follow: whether it packs, and whether scores are modified. Of e4m3 rows the other way round.
-    // A kernel for dropout alone is of a row for modified scores, and has traits of one that is not.
-    let is_drawing = function.contains("DrawingTraits");
-    let modified = u8::from(row.needs_modifiers() && !is_drawing);
+    // A kernel for dropout alone, or for ALiBi alone, is of a row for modified scores, and has traits of one that is not.
+    let is_alone = ["DrawingTraits", "AlibiTraits"].iter().any(|traits| function.contains(traits));
+    let modified = u8::from(row.needs_modifiers() && !is_alone);
     let last = [0, 1].map(|packs| match row.dtype() {
         DType::E4M3 => format!("ELb{modified}ELb{packs}E"),
         _ => format!("Li{}ELb{packs}ELb{modified}E", row.stages()),
     });
     let is_modified_alike = row.arch() != Arch::Sm90 || last.iter().any(|arguments| function.contains(arguments));
-    let is_of_row = traits_arguments(function) == arguments && (row.needs_modifiers() || !is_drawing);
+    let is_of_row = traits_arguments(function) == arguments && (row.needs_modifiers() || !is_alone);
     function.contains(MAIN_KERNEL) && is_of_row && is_modified_alike
 }
 
@@ -502,6 +502,12 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
 fn draws(row: &KernelInfo) -> bool {
     let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks;
     row.arch() == Arch::Sm90 && row.pass() == Pass::Backward && is_modified && row.head_dim_qk() > 64
+}
+
+/// Whether a row has kernels for ALiBi alone: one, and one of packed sequences.
+fn has_alibi_kernels(row: &KernelInfo) -> bool {
+    let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks;
+    row.arch() == Arch::Sm90 && row.pass() == Pass::Backward && is_modified
 }
 
 /// The list of kernels that a row is from.
@@ -539,14 +545,14 @@ fn every_row_is_compiled_as_planned() {
             let functions: Vec<_> = object.iter().filter(|(name, _)| is_kernel_of(row, name)).collect();
             // Where CTAs may share tiles there is a kernel more for it, except for tiles of 64 queries, which have no other. Rows
             // that pack have one more, too. Rows that add a bias have one more for it, or two with that of packed sequences. So
-            // have rows with a kernel for dropout alone. Of rows of head dim 96 each kernel has a second version, which rotates
-            // heads.
+            // have rows with a kernel for dropout alone, or for ALiBi alone. Of rows of head dim 96 each kernel has a second
+            // version, which rotates heads.
             let others = [row.most_shares() > 1, row.packs(), row.adds_bias(false), row.adds_bias(true)];
             let sharing = others.into_iter().map(usize::from).sum::<usize>();
-            let dropping = usize::from(draws(row));
+            let alone = usize::from(draws(row)) + 2 * usize::from(has_alibi_kernels(row));
             let plain = usize::from(!has_one_tile(row));
             let versions = 1 + usize::from(name == "fwd_sm90" && head_dim_qk == 96 && !row.needs_modifiers());
-            let wanted = versions * (plain + sharing) + dropping;
+            let wanted = versions * (plain + sharing) + alone;
             assert_eq!(
                 functions.len(),
                 wanted,
@@ -565,6 +571,7 @@ fn every_row_is_compiled_as_planned() {
                     ("RotatedTraits", ", rotated"),
                     ("DrawingTraits", ", drawing"),
                     ("DropoutTraits", ", dropout"),
+                    ("AlibiTraits", ", alibi"),
                 ];
                 let of = kinds.into_iter().find(|(traits, _)| function.contains(traits)).map_or("", |(_, of)| of);
                 // One warpgroup draws numbers.

@@ -9,7 +9,8 @@
 // above that. So a far key's bias is as exact as an f32 can be, and a near key's has an error that is small beside the
 // near key's own score: no term that grows with the position is added to scores and taken out of the LSE again.
 //
-// That makes two instructions a score: a difference of floats, whose magnitude is an operand of what follows.
+// That makes two instructions a score: a difference of floats, whose magnitude is an operand of what follows. Where the
+// bias falls apart, there are fewer (sm90/fwd/alibi.hpp, sm90/bwd/alibi.hpp).
 //
 // A forward goes from the last key to the first, so that a tile may begin with keys that are far from the diagonal, and
 // come nearer. There each block would outweigh what is there so far, and unseen blocks would stop their warps again and

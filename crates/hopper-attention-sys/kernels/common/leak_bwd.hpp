@@ -289,6 +289,14 @@ struct RepairGradients {
       return DropoutOfHead::of(params.dropout, of_all).drops(query, key, params.dropout.dropped);
     }
   }
+  // A score with ALiBi's bias, but for what the statistics have of it. (What follows from query and head is worked out
+  // anew for each pair: registers are short.)
+  CUTE_DEVICE float biased(float s, int head, int query, int key) const {
+    int const of_head = anew(head);
+    int const distance =
+        abs(anew(query) + diagonal() - key) - Traits::start_distance(params, batch, of_head, anew(query));
+    return fmaf(static_cast<float>(distance), -alibi_slope(params.alibi, batch, of_head, backward_factor(params)), s);
+  }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, int head, int query, int key, float s, float d_p) const {
     float slope = 1.0F;
     float factor = backward_factor(params);
@@ -298,7 +306,7 @@ struct RepairGradients {
       slope = score.slope;
     }
     if (has_alibi(params)) {
-      s = with_alibi(s, alibi_slope(params.alibi, batch, head, backward_factor(params)), query + diagonal() - key);
+      s = biased(s, head, query, key);
     }
     if constexpr (kHides) {
       if (has_bias(params)) {

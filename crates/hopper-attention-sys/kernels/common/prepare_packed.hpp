@@ -10,6 +10,7 @@
 #include "common/scalars.hpp"
 #include "common/sequences.hpp"
 #include "common/start.hpp"
+#include "common/start_bias.hpp"
 #include "common/tile_scheduler.hpp"
 #include "common/visits.hpp"
 #include "kernels.hpp"
@@ -88,7 +89,8 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
       std::int64_t const at = head * statistics_rows(params) + sequence.q_begin +
                               std::int64_t{sequence.index} * statistics_rows_apart(params) + mine;
       reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = Traits::Statistics::of(
-          lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, Traits::modifies_scores(params));
+          lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, Traits::modifies_scores(params),
+          start_bias<Traits>(params, sequence.index, head, mine));
     }
 
     Band const band = band_of_tile(params, sequence);

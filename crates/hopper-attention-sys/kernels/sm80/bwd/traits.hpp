@@ -28,7 +28,7 @@ struct alignas(8) Statistics {
 
 template <int kLift>
 struct LiftedStatistics : Statistics {
-  CUTE_DEVICE static LiftedStatistics of(float lse, float d_lse, float delta, float, bool) {
+  CUTE_DEVICE static LiftedStatistics of(float lse, float d_lse, float delta, float, bool, float) {
     constexpr float kDrop = 1.0F / (1 << kLift);
     if (lse == -INFINITY) {
       return {{-INFINITY, 0.0F}};
@@ -81,6 +81,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Plain = BwdTraits;
   static constexpr Modifiers kModifiers = Modifiers::Either;
   CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) { return has_modifiers(params); }
+  CUTE_DEVICE static int start_distance(BwdParams const&, int, int, int) { return 0; }
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;

@@ -17,7 +17,8 @@
 // dimensions (encode_packed_map in sm90/tensor_map.hpp). Where a sequence has one tile, this kernel writes dQ itself.
 //
 // Rows for modified scores (Traits::kModifiers, common/softcap.hpp) have the same three kernels, in which S begins with
-// 0 and dS has one factor more. The kernels around them are those of the other rows.
+// 0 and dS has one factor more. They have a kernel more for ALiBi alone (alibi.hpp), and at head dim 128 one for
+// dropout alone (draw.hpp). The kernels around them are those of the other rows.
 //
 // Two kernels run around this one (common/around.hpp). The one before writes the statistics of each query: what S and
 // dP begin with, from its LSE and delta (Statistics in traits.hpp). It also lists the tiles. The one after converts the

@@ -28,6 +28,11 @@ struct BwdLaunch {
       if constexpr (kDraws) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<Drawing>, Traits::kSmemBytes) : status;
       }
+      if constexpr (kHasAlibi) {
+        using PackedAlibi = AlibiTraits<typename Packed::Plain>;
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<Alibi>, Traits::kSmemBytes) : status;
+        status = is_ok(status) ? prepare_kernel(bwd_kernel<PackedAlibi>, Packed::kSmemBytes) : status;
+      }
       if constexpr (Packed::kTakesBias) {
         status = is_ok(status) ? prepare_kernel(bwd_kernel<BiasTraits<Packed>>, Packed::kSmemBytes) : status;
       }
@@ -70,6 +75,10 @@ struct BwdLaunch {
           threads = Drawing::kThreads;
         }
       }
+      if constexpr (kHasAlibi) {
+        static_assert(Alibi::kSmemBytes == Traits::kSmemBytes, "all kernels of a row ask for what the row says");
+        kernel = Traits::is_alibi(params) ? bwd_kernel<Alibi> : kernel;
+      }
       start_kernel({params.grid, threads, Traits::kSmemBytes, stream, params.cluster, Traits::kOverlaps}, kernel,
                    params, scalars, map_q, map_k, map_v, map_d_o);
     });
@@ -79,6 +88,9 @@ struct BwdLaunch {
   // Whether the row has a kernel in which a warpgroup draws dropout's numbers, and its traits.
   static constexpr bool kDraws = Traits::kTakesDropout && Traits::kMayDraw;
   using Drawing = DrawingTraits<typename Traits::Plain>;
+  // The same of the kernel for ALiBi alone.
+  static constexpr bool kHasAlibi = Traits::kModifiers == Modifiers::Always && Traits::kMayBeAlibi;
+  using Alibi = AlibiTraits<typename Traits::Plain>;
 
   static Status launch_packed(BwdParams const& params, CUstream_st* stream) noexcept {
     PackedBwdScalars scalars = packed_bwd_scalars<Packed>(params);
@@ -104,6 +116,9 @@ struct BwdLaunch {
       auto* kernel = bwd_kernel<Packed>;
       if constexpr (Packed::kTakesBias) {
         kernel = has_bias(params) ? bwd_kernel<BiasTraits<Packed>> : kernel;
+      }
+      if constexpr (kHasAlibi) {
+        kernel = Packed::is_alibi(params) ? bwd_kernel<AlibiTraits<typename Packed::Plain>> : kernel;
       }
       start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, kernel, params, scalars, map_q,
                    map_k, map_v, map_d_o);

@@ -195,6 +195,9 @@ struct BwdLoad {
           storage.modifiers.slope_or_head[ring.stage] = head;
         }
       }
+      if constexpr (Traits::kIsAlibi) {
+        storage.alibi.head[ring.stage] = head;
+      }
       if constexpr (Traits::kDraws) {
         storage.drawing.block[ring.stage] = {m, tile.block, tile.batch * params.heads_q + head};
         storage.drawing.wanted[ring.stage].arrive();

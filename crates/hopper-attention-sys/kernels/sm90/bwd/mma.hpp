@@ -16,6 +16,7 @@
 //
 // Rows for modified scores (common/softcap.hpp, common/alibi.hpp) have S without the LSE, which threads subtract from
 // what the modifiers make of it. They multiply P by the derivative of the cap at once, and keep that in place of P.
+// With ALiBi alone S keeps the LSE, and begins with a part of the bias (sm90/bwd/alibi.hpp).
 #pragma once
 
 #include <cfloat>
@@ -183,6 +184,9 @@ struct BwdMma {
         slope = Traits::kIsPacked ? __uint_as_float(word)
                                   : alibi_slope(params.alibi, storage.tile[k.stage].batch, static_cast<int>(word),
                                                 scalars.scale_log2);
+      } else if constexpr (Traits::kIsAlibi) {
+        int const head = storage.alibi.head[ring.stage];
+        slope = alibi_slope(params.alibi, storage.tile[k.stage].batch, head, scalars.scale_log2);
       }
       return slope;
     };
@@ -214,17 +218,36 @@ struct BwdMma {
         return visits.block(visit);
       }
     };
+    // The key at which the tile's query 0 stands.
+    [[maybe_unused]] auto diagonal_of_tile = [&]() __attribute__((always_inline)) {
+      return Traits::kIsPacked ? diagonal_of(params, band) : params.diagonal_offset;
+    };
     // How far the thread's first key is behind the diagonal of its first query.
     auto distance_of_thread = [&]() __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
       int const key = n_block_of_step() * kN + warp_row(thread) + thread % 32 / 4;
-      int const diagonal = Traits::kIsPacked ? diagonal_of(params, band) : params.diagonal_offset;
-      return key - (m_block_of_step() * kM + 2 * (thread % 4)) - diagonal;
+      return key - (m_block_of_step() * kM + 2 * (thread % 4)) - diagonal_of_tile();
     };
-    // Past the last query of a packed sequence -LSE is 0, and a bias above 0 would make P infinite.
+    // With ALiBi alone: the slope of the block whose scores come next. It is asked for while they are computed.
+    [[maybe_unused]] float slope_log2 = 0.0F;
+    auto read_slope = [&]() __attribute__((always_inline)) {
+      if constexpr (Traits::kIsAlibi) {
+        int const head = storage.alibi.head[ring.stage];
+        slope_log2 = more ? alibi_slope_log2(params.alibi, storage.tile[k.stage].batch, head) : 0.0F;
+      }
+    };
+    [[maybe_unused]] auto add_alibi_alone = [&](float(&addends)[2]) __attribute__((always_inline)) {
+      int const thread = thread_in_group_anew(thread_in_group);
+      int const first = m_block_of_step() * kM + diagonal_of_tile() - n_block_of_step() * kN - consumer * 64;
+      finish_alibi<kM, 64>(tS, slope_log2, first, thread / 32 * 16 + thread % 32 / 4, 2 * (thread % 4), slope_of_block,
+                           addends);
+    };
+    // Past the last query -LSE is low, and of a packed sequence 0: a bias above 0 would make P infinite.
     auto hide_past_queries = [&]() __attribute__((always_inline)) {
-      int const left = band.seqlen_q - visits.block(visit) * kM;
-      if (kModified && Traits::kIsPacked && (Traits::kAddsBias || has_alibi(params)) && left < kM) {
+      bool const hides = Traits::kIsAlibi ? Traits::kIsPacked || !alibi_falls_apart_by_query(slope_log2)
+                                          : Traits::kIsPacked && (Traits::kAddsBias || has_alibi(params));
+      int const left = queries_of_tile() - m_block_of_step() * kM;
+      if (hides && left < kM) {
         hide_queries(tS, left - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
       }
     };
@@ -477,6 +500,15 @@ struct BwdMma {
           modified_block(std::integral_constant<Form, Form::Far>{});
         }
         drop();
+      } else if constexpr (Traits::kIsAlibi) {
+        float addends[2];
+        add_alibi_alone(addends);
+        hide_past_queries();
+        mask_scores();
+        CUTE_UNROLL
+        for (int i = 0; i < tS.size(); ++i) {
+          tS(i) = exp2_approx(fmaf(tS(i), scalars.scale_log2, addends[i / 2 % 2]));
+        }
       } else {
         mask_scores();
         CUTE_UNROLL
@@ -601,6 +633,7 @@ struct BwdMma {
       storage.k_full[0].wait(0);
       storage.q_full[0].wait(0);
       issue_scores();
+      read_slope();
       warpgroup_wait<0>();
       warpgroup_fence_operand(tS);
     }
@@ -725,6 +758,7 @@ struct BwdMma {
         storage.q_full[ring.stage].wait(ring.parity);
       }
       issue_scores();
+      read_slope();
       warpgroup_wait<0>();
       warpgroup_fence_operand(tS);
       if (fresh) {

@@ -15,6 +15,7 @@
 #include "common/softmax.hpp"
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
+#include "sm90/bwd/alibi.hpp"
 #include "sm90/bwd/listed.hpp"
 #include "sm90/bwd/share.hpp"
 #include "sm90/element.hpp"
@@ -43,22 +44,24 @@ CUTE_DEVICE void split(float x, cutlass::bfloat16_t (&terms)[3]) {
 // number would do the same to S. It becomes infinite in dP, which is enough for the kernel after this one to see it,
 // and `nan_delta` tells that it was NaN (common/leak_bwd.hpp).
 //
-// Where scores are modified, tanh must see the product of Q and K alone (common/softcap.hpp), and so must ALiBi's bias,
-// which is exact in f32 alone (common/alibi.hpp). Then S begins with 0, and threads subtract the LSE: -LSE in powers of
-// two is there as the bits of an f32, the higher half in the first place and a byte in each of the two others. So no
-// place is NaN or infinity beside the zeros that dP has for it.
+// Where scores are modified, tanh must see the product of Q and K alone (common/softcap.hpp), and a bias is exact in
+// f32 alone. Then S begins with 0, and threads subtract the LSE: -LSE in powers of two is there as the bits of an f32,
+// the higher half in the first place and a byte in each of the two others. So no place is NaN or infinity beside the
+// zeros that dP has for it. With ALiBi alone S begins with the query's part of the bias, too (alibi.hpp).
 struct alignas(16) Statistics {
   cutlass::bfloat16_t minus_lse[3];
   cutlass::bfloat16_t minus_delta[3];
   cutlass::bfloat16_t nan_delta;  // 0 or 1. The products multiply it with 0.
   cutlass::bfloat16_t zero;
 
-  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale, bool modified) {
+  // `start_bias`: what S begins with beside -LSE (0 where scores are modified).
+  CUTE_DEVICE static Statistics of(float lse, float d_lse, float delta, float softmax_scale, bool modified,
+                                   float start_bias) {
     constexpr float kFar = -3e38F;
     Statistics statistics{};
     float start = kFar;
     if (lse != -INFINITY) {
-      start = modified ? -lse * kLog2E : __fdiv_rn(-lse, exponent_scale(softmax_scale));
+      start = modified ? -lse * kLog2E : __fdiv_rn(-lse, exponent_scale(softmax_scale)) + start_bias;
       start = start < kFar ? kFar : start;  // which keeps a NaN
       split(d_lse - delta, statistics.minus_delta);
       statistics.nan_delta = cutlass::bfloat16_t{isnan(d_lse - delta) ? 1.0F : 0.0F};
@@ -180,9 +183,21 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     return kMayDraw && has_dropout(params) && params.softcap == 0.0F && params.alibi.address == 0 &&
            !has_bias(params) && params.cluster <= 1;
   }
+  // The same of a kernel for ALiBi alone (AlibiTraits).
+  static constexpr bool kMayBeAlibi = !kIsListed;
+  static constexpr bool kIsAlibi = false;
+  CUTE_HOST_DEVICE static bool is_alibi(BwdParams const& params) {
+    return kMayBeAlibi && params.alibi.address != 0 && params.softcap == 0.0F && params.dropout.dropped == 0 &&
+           !has_bias(params) && params.cluster <= 1 && params.softmax_scale >= 0x1p-90F;
+  }
+  // In that kernel S of a query begins with the bias of so many keys, beside -LSE. `query` may be past the end.
+  CUTE_DEVICE static int start_distance(BwdParams const& params, int batch, int head, int query) {
+    return is_alibi(params) && alibi_falls_apart_by_query(alibi_slope_log2(params.alibi, batch, head)) ? query % kTileM
+                                                                                                       : 0;
+  }
   // Whether S begins with 0 (Statistics).
   CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) {
-    return has_modifiers(params) && !is_drawn(params);
+    return has_modifiers(params) && !is_drawn(params) && !is_alibi(params);
   }
   static constexpr bool kMayTakeBias = !kIsListed || kHeadDimQK == 128;
   // With any mask. With lists that of head dim 64 would spill; that of 128 takes its problems.
@@ -316,6 +331,10 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier wanted[kStages];
     Mbarrier full[kStages];
   };
+  // Of kernels for ALiBi alone.
+  struct OfAlibi {
+    int head[kStages];  // each block's query head
+  };
   struct CommonStorage {
     alignas(1024) Element k[kBuffersK][kElementsK];
     alignas(1024) Element v[kElementsV];
@@ -344,6 +363,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     int sent_step[2];  // what is added to the progress of a block whose dQ was sent
     std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
     std::conditional_t<kMayDraw && !kModified, OfDrawing, Nothing> drawing;
+    std::conditional_t<kMayBeAlibi && !kModified, OfAlibi, Nothing> alibi;
   };
   struct ListedStorage : CommonStorage {
     ListedStep step[kStages];  // of the block whose Q is in each buffer
@@ -367,6 +387,14 @@ struct DrawingTraits : Traits {
   static constexpr int kDrawerRegisters = 24;
   static_assert(Traits::kProducerRegisters + Traits::kConsumers * kConsumerRegisters + kDrawerRegisters <=
                 65536 / kThreads / 8 * 8 * (Traits::kConsumers + 2));
+};
+
+// Of a kernel for ALiBi alone (alibi.hpp). It is made of the traits of a row whose scores are not modified, and begins
+// S with more than -LSE.
+template <class Traits>
+struct AlibiTraits : Traits {
+  static_assert(Traits::kMayBeAlibi && Traits::kModifiers == Modifiers::Never);
+  static constexpr bool kIsAlibi = true;
 };
 
 }  // namespace hattn::sm90
