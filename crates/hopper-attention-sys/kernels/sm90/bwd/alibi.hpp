@@ -11,8 +11,10 @@
 // Behind the diagonal all terms have the other sign. There twice the first term is added to each score, and what
 // remains is of the row again. In a block on the diagonal the pairs behind it get their difference one by one.
 //
-// The terms are larger than the bias, and so are their errors. So this is for slopes of at most 2 in powers of two: no
-// error is above 2e-5 of a weight. Other slopes are added score by score, and S begins with -LSE.
+// The terms are larger than the bias, and so are their errors. So this is for slopes of at most 2 in powers of two: the
+// query's term is below 254 then, and cut off at 24 bits. Other slopes are added score by score. In either case S
+// begins with -LSE: where it is in the thousands, as of queries that are far from all keys, its own last bits count, as
+// they do without ALiBi.
 #pragma once
 
 #include "common/alibi.hpp"

@@ -118,6 +118,7 @@ struct BwdLaunch {
         kernel = has_bias(params) ? bwd_kernel<BiasTraits<Packed>> : kernel;
       }
       if constexpr (kHasAlibi) {
+        static_assert(AlibiTraits<typename Packed::Plain>::kSmemBytes == Packed::kSmemBytes);
         kernel = Packed::is_alibi(params) ? bwd_kernel<AlibiTraits<typename Packed::Plain>> : kernel;
       }
       start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, kernel, params, scalars, map_q,
