@@ -103,7 +103,7 @@ class EntryFp8:
         for field, factors in zip(("q_descale", "k_descale", "v_descale"), operands.factors):
             setattr(self.args, field, factors.data_ptr())
         # Kernels of packed sequences have scores in f32. So has the dense batch that they are held against.
-        self.args.half_scores = 0 if "packed" in p or "beside" in p else 1
+        self.args.half_scores = 0 if "packed" in p or "beside" in p or p.get("f32_scores") else 1
         self.args.wish = wish_of(self.name)
         self.args.scaling, self.args.o_dtype = entry.SCALINGS[self.scaling], entry.DTYPES["bf16"]
         self.args.workspace, self.args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()

@@ -482,11 +482,12 @@ class Packed(unittest.TestCase):
         inner.workspace.data_ptr, inner.workspace.numel = lambda: 5, lambda: 6
         promised = []
         packed = packed_point(dtype="e4m3")
-        for p in (packed, entry.dense(packed), {**POINT, "dtype": "e4m3"}):
+        alone = {**POINT, "dtype": "e4m3"}
+        for p in (packed, entry.dense(packed), alone, {**alone, "f32_scores": True}):
             x = fp8.contestant(inner, None, None)
             x.prepare(types.SimpleNamespace(p=p, stored=[FakeTensor(at) for at in (1, 2, 3)], factors=[FakeTensor(at) for at in (4, 5, 6)]))
             promised.append((x.args.half_scores, library.forward_fp8(x.args)))
-        self.assertEqual(promised, [(0, 1), (0, 0), (1, 0)])
+        self.assertEqual(promised, [(0, 1), (0, 0), (1, 0), (0, 0)])
 
 
 class Inputs(unittest.TestCase):

@@ -143,6 +143,9 @@ pub struct Point {
     /// Whether scores have ALiBi's biases, with the slopes of models.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
+    /// Whether ours is not told that f16 holds the scores. Of e4m3 operands.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub f32_scores: bool,
     /// What is added to the scores. A backward also computes its gradient.
     #[serde(default, skip_serializing_if = "Bias::is_none")]
     pub bias: Bias,
@@ -185,6 +188,7 @@ impl Point {
             batch,
             softcap: None,
             alibi: false,
+            f32_scores: false,
             bias: Bias::NONE,
             dropout: None,
             blocks: None,
@@ -296,7 +300,7 @@ impl Point {
     /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
     /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
     /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have linear biases, `-bias-f32-bhq` where
-    /// they have such a bias, `-dropout10` where dropout makes 10% of the weights 0, and `-peaky` where inputs are not normal.
+    /// they have such a bias, `-f32scores` where FP8 sums scores in f32, `-dropout10` where dropout makes 10% of the weights 0, and `-peaky` where inputs are not normal.
     pub fn family(&self) -> String {
         let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
         let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
@@ -320,14 +324,19 @@ impl Point {
         }
     }
 
-    /// `softcap50`, `alibi`, `bias-f32-bhq` and `dropout10`, each after a separator and where the point has it.
+    /// `f32scores`, `softcap50`, `alibi`, `bias-f32-bhq` and `dropout10`, each after a separator and where the point has it.
     pub fn named_scores(&self, separator: &str) -> String {
         let softcap = self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"));
         let alibi = if self.alibi { format!("{separator}alibi") } else { String::new() };
         // Names of files have no colons.
         let bias = self.bias.to_string().replace("::", "-").replace(':', "-");
         let bias = if self.bias.is_none() { String::new() } else { format!("{separator}bias-{bias}") };
-        softcap + &alibi + &bias + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
+        let f32_scores = if self.f32_scores { format!("{separator}f32scores") } else { String::new() };
+        f32_scores
+            + &softcap
+            + &alibi
+            + &bias
+            + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
     }
 
     /// Whether every word between the slashes of a filter is one of the point's own.
@@ -536,7 +545,7 @@ impl Point {
 
 /// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
 /// and Q and K of 192 with V of 128 are `d192x128`.
-/// Packed sequences are `lognormal512/t16384/b32`. Capped scores add `softcap50`, linear biases `alibi`, an additive bias
+/// Packed sequences are `lognormal512/t16384/b32`. FP8 scores in f32 add `f32scores`, capped scores add `softcap50`, linear biases `alibi`, an additive bias
 /// `f32:bhq` `bias-f32-bhq`, dropout of 10% `dropout10`. Where inputs are not normal, their class or file comes last.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -708,6 +717,12 @@ mod tests {
             Point { heads_kv: 8, ..points[0].clone() }.bytes(),
             3 * 16384 * 2048 + 16384 * 1024 + 16384 * 32 * 4
         );
+        let f32_scores = &Sweep { f32_scores: true, ..sweep.clone() }.points().unwrap()[0];
+        assert_eq!(f32_scores.to_string(), "fwd/e4m3/d64/full/s512/b32/h32/kv32/f32scores");
+        assert_eq!(f32_scores.family(), "fwd-e4m3-d64-full-f32scores");
+        assert!(serde_json::to_string(f32_scores).unwrap().contains("\"f32_scores\":true"));
+        let refused = Sweep { f32_scores: true, ..Sweep::papers() }.points().unwrap_err().to_string();
+        assert!(refused.starts_with("--f32-scores with 16-bit types"), "{refused}");
         let refused = Sweep { directions: Direction::ALL.to_vec(), ..sweep }.points().unwrap_err().to_string();
         assert!(refused.contains("e4m3 operands have no gradients"), "{refused}");
         assert_eq!(serde_json::to_string(&Precision::E4m3).unwrap(), "\"e4m3\"");

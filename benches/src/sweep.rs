@@ -55,6 +55,8 @@ pub struct Sweep {
     pub softcap: Option<u32>,
     /// Whether the scores of all points have ALiBi's biases. Not with e4m3 operands.
     pub alibi: bool,
+    /// Whether no point says that f16 holds its scores. For e4m3 operands alone, and not with `packed`, where it is so anyway.
+    pub f32_scores: bool,
     /// What is added to the scores of all points. Not with e4m3 operands, `packed` and `block_mask`, nor gradients with a `softcap`.
     pub bias: Bias,
     /// The percentage of the weights of all points that dropout makes 0. Not with e4m3 operands and with inputs that are not normal.
@@ -115,6 +117,7 @@ impl Sweep {
             packed: vec![],
             softcap: None,
             alibi: false,
+            f32_scores: false,
             bias: Bias::NONE,
             dropout: None,
             block_mask: vec![],
@@ -143,6 +146,10 @@ impl Sweep {
         ensure!(
             !self.alibi || !self.dtypes.contains(&Precision::E4m3),
             "--alibi with --dtypes e4m3: e4m3 operands have no ALiBi; allowed: --dtypes bf16,f16"
+        );
+        ensure!(
+            !self.f32_scores || self.dtypes.iter().all(|dtype| *dtype == Precision::E4m3),
+            "--f32-scores with 16-bit types: their scores are always in f32; allowed: --dtypes e4m3"
         );
         ensure!(
             self.dropout.is_none() || !self.dtypes.contains(&Precision::E4m3),
@@ -193,8 +200,17 @@ impl Sweep {
             }
         }
         let (softcap, alibi, bias, dropout) = (self.softcap, self.alibi, self.bias, self.dropout);
+        let f32_scores = self.f32_scores;
         let of_class = |&inputs| {
-            normal.iter().map(move |point: &Point| Point { inputs, softcap, alibi, bias, dropout, ..point.clone() })
+            normal.iter().map(move |point: &Point| Point {
+                inputs,
+                softcap,
+                alibi,
+                f32_scores,
+                bias,
+                dropout,
+                ..point.clone()
+            })
         };
         let points: Result<Vec<Point>> = self.inputs.iter().flat_map(of_class).map(Point::checked).collect();
         let mut points = points?;

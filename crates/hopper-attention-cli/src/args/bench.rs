@@ -149,6 +149,11 @@ pub struct PointArgs {
     /// Time scores with linear biases (ALiBi), with slopes of 2^(-8 h / heads). Peers that have none are named as such
     #[arg(long)]
     pub alibi: bool,
+    /// Time FP8 with scores in f32. Else ours is told that f16 holds them, and the plan takes what it estimates to be faster
+    ///
+    /// With --dtypes e4m3 alone. A point is named f32scores.
+    #[arg(long, conflicts_with = "packed")]
+    pub f32_scores: bool,
     /// Time an additive bias of the scores: DTYPE, DTYPE:DIMENSIONS or DTYPE:DIMENSIONS:NUMBERS, such as f32:bhq or bf16:h:hidden
     ///
     /// As `hattn random --bias` has it, but for NUMBERS of lowest. A backward also computes the gradient of the bias. FLOPs are those
@@ -218,6 +223,7 @@ impl PointArgs {
             },
             softcap: self.softcap,
             alibi: self.alibi,
+            f32_scores: self.f32_scores,
             bias: self.bias,
             dropout: self.dropout,
             block_mask: self.block_mask.clone(),
