@@ -6,6 +6,7 @@ mod dropout;
 mod file;
 mod head_dims;
 mod mask;
+mod names;
 mod packed;
 
 use std::fmt;
@@ -24,8 +25,6 @@ pub use file::{InputFile, Scale};
 pub use head_dims::HeadDims;
 pub use mask::PointMask;
 pub use packed::{DENSE, Kind, Packed};
-
-use crate::text::thousands;
 
 /// The largest size of a dimension, as the library has it.
 const MAX_SIZE: usize = i32::MAX as usize;
@@ -297,54 +296,6 @@ impl Point {
         }
     }
 
-    /// The part of the name that the points of one chart share: `fwd-bf16-d64-causal`, with `-gqa8` where heads share,
-    /// `-lopsided` where there are not as many queries as keys, `-packed` or `-ragged16k` where sequences are packed (of one
-    /// length, or not), `-softcap50` where scores are capped, `-alibi` where they have linear biases, `-bias-f32-bhq` where
-    /// they have such a bias, `-f32scores` where FP8 sums scores in f32, `-dropout10` where dropout makes 10% of the weights 0, and `-peaky` where inputs are not normal.
-    pub fn family(&self) -> String {
-        let (Self { direction, dtype, .. }, head_dims) = (self, self.head_dims());
-        let grouped = if self.group() == 1 { String::new() } else { format!("-gqa{}", self.group()) };
-        let lopsided = if self.queries.is_some() { "-lopsided" } else { "" };
-        let packed = match &self.packed {
-            None => String::new(),
-            Some(Packed { kind: Kind::Equal(_), .. }) => "-packed".into(),
-            Some(_) => format!("-ragged{}", thousands(self.seqlen)),
-        };
-        let (softcap, inputs) = (self.named_scores("-"), self.named_inputs("-"));
-        let more = format!("{grouped}{lopsided}{packed}{softcap}{inputs}");
-        format!("{direction}-{dtype}-d{head_dims}-{}{more}", self.mask_name())
-    }
-
-    /// What a chart or a table says of the sequences of its points; nothing where they are not packed.
-    pub fn packed_words(&self) -> String {
-        match &self.packed {
-            None => String::new(),
-            Some(Packed { kind: Kind::Equal(_), .. }) => ", packed".into(),
-            Some(_) => format!(", ragged batches of {} tokens", thousands(self.seqlen)),
-        }
-    }
-
-    /// `f32scores`, `softcap50`, `alibi`, `bias-f32-bhq` and `dropout10`, each after a separator and where the point has it.
-    pub fn named_scores(&self, separator: &str) -> String {
-        let softcap = self.softcap.map_or(String::new(), |cap| format!("{separator}softcap{cap}"));
-        let alibi = if self.alibi { format!("{separator}alibi") } else { String::new() };
-        // Names of files have no colons.
-        let bias = self.bias.to_string().replace("::", "-").replace(':', "-");
-        let bias = if self.bias.is_none() { String::new() } else { format!("{separator}bias-{bias}") };
-        let f32_scores = if self.f32_scores { format!("{separator}f32scores") } else { String::new() };
-        f32_scores
-            + &softcap
-            + &alibi
-            + &bias
-            + &self.dropout.map_or(String::new(), |percent| format!("{separator}dropout{percent}"))
-    }
-
-    /// Whether every word between the slashes of a filter is one of the point's own.
-    pub(crate) fn matches(&self, filter: &str) -> bool {
-        let name = self.to_string();
-        filter.split('/').all(|word| name.split('/').any(|own| own == word))
-    }
-
     /// Floating-point operations as the papers count them: two products of two operations a multiply-add,
     /// `4 * seqlen^2 * head_dim * heads_q * batch`, halved when causal. With a window, or causal with fewer queries than keys, 4
     /// for each of the head dim's elements and each pair of a query and a key that it sees. Where head dims differ, half of
@@ -543,20 +494,6 @@ impl Point {
     }
 }
 
-/// The name that `--filter` sees: `fwd/bf16/d64/causal/s512/b32/h32/kv32`, or `bwd/...`. 128 queries on 512 keys are `s128x512`,
-/// and Q and K of 192 with V of 128 are `d192x128`.
-/// Packed sequences are `lognormal512/t16384/b32`. FP8 scores in f32 add `f32scores`, capped scores add `softcap50`, linear biases `alibi`, an additive bias
-/// `f32:bhq` `bias-f32-bhq`, dropout of 10% `dropout10`. Where inputs are not normal, their class or file comes last.
-impl fmt::Display for Point {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self { direction, dtype, heads_q, heads_kv, .. }, head_dims) = (self, self.head_dims());
-        let (mask, lengths) = (self.mask_name(), self.lengths());
-        let more = self.named_scores("/") + &self.named_inputs("/");
-        let (s, batch) = (if self.packed.is_some() { "" } else { "s" }, self.sequences());
-        write!(f, "{direction}/{dtype}/d{head_dims}/{mask}/{s}{lengths}/b{batch}/h{heads_q}/kv{heads_kv}{more}")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -717,12 +654,6 @@ mod tests {
             Point { heads_kv: 8, ..points[0].clone() }.bytes(),
             3 * 16384 * 2048 + 16384 * 1024 + 16384 * 32 * 4
         );
-        let f32_scores = &Sweep { f32_scores: true, ..sweep.clone() }.points().unwrap()[0];
-        assert_eq!(f32_scores.to_string(), "fwd/e4m3/d64/full/s512/b32/h32/kv32/f32scores");
-        assert_eq!(f32_scores.family(), "fwd-e4m3-d64-full-f32scores");
-        assert!(serde_json::to_string(f32_scores).unwrap().contains("\"f32_scores\":true"));
-        let refused = Sweep { f32_scores: true, ..Sweep::papers() }.points().unwrap_err().to_string();
-        assert!(refused.starts_with("--f32-scores with 16-bit types"), "{refused}");
         let refused = Sweep { directions: Direction::ALL.to_vec(), ..sweep }.points().unwrap_err().to_string();
         assert!(refused.contains("e4m3 operands have no gradients"), "{refused}");
         assert_eq!(serde_json::to_string(&Precision::E4m3).unwrap(), "\"e4m3\"");

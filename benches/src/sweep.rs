@@ -411,6 +411,18 @@ mod tests {
     }
 
     #[test]
+    fn scores_of_e4m3_may_be_in_f32() {
+        let sweep = Sweep { f32_scores: true, dtypes: vec![Precision::E4m3], ..Sweep::papers() };
+        let point = &sweep.points().unwrap()[0];
+        assert_eq!(point.to_string(), "fwd/e4m3/d64/full/s512/b32/h32/kv32/f32scores");
+        assert_eq!(point.family(), "fwd-e4m3-d64-full-f32scores");
+        let json = serde_json::to_string(point).unwrap();
+        assert!(json.contains("\"f32_scores\":true") && serde_json::from_str::<Point>(&json).unwrap() == *point);
+        let refused = Sweep { f32_scores: true, ..Sweep::papers() }.points().unwrap_err().to_string();
+        assert!(refused.starts_with("--f32-scores with 16-bit types"), "{refused}");
+    }
+
+    #[test]
     fn dropout_is_a_part_of_each_point() {
         let sweep = Sweep { dropout: Some(10), alibi: true, seqlens: vec![512], ..Sweep::papers() };
         let point = &sweep.points().unwrap()[0];
