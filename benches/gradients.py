@@ -2,10 +2,10 @@
 """Errors of gradients, of ours and of other libraries, each with its own O and LSE.
 
 - A problem has one sequence and as many KV heads as query heads. Q, K and V are of a class of inputs (peers/inputs.py), dO is normal.
-- Each gradient is held against f64. Its *relative RMSE* is the norm of what is off, of the norm of the gradient. Its *largest error*
-  is of the gradient's root mean square. Both are means over several draws.
-- A line has our error over that of a library, for dQ, dK and dV: the relative RMSE, and in parentheses the largest error. Below 1,
-  ours is the smaller.
+- Each gradient is compared with that in f64. The *relative RMSE* is the norm of the error divided by the norm of the gradient. The
+  *largest error* is the largest absolute error divided by the gradient's root mean square. Both are means over several draws.
+- A line begins with our relative RMSE, the mean of dQ, dK and dV. For each library and gradient it then has our error divided by that
+  library's: the relative RMSE, and in parentheses the largest error. Below 1, ours is the smaller.
 - The last lines have the largest of these ratios for each class and library.
 
     HOPPER_ATTENTION_LIBRARY=libhopper_attention.so PYTHONPATH=python python3 benches/gradients.py --classes normal,peaky
@@ -108,7 +108,11 @@ def point(options, name, dtype, dim, causal, keys, worst):
 
 def main():
     def words(allowed, into=str):
-        return lambda text: [into(word) for word in text.split(",") if allowed is None or word in allowed or parser.error(text)]
+        def listed(text):
+            unknown = [word for word in text.split(",") if allowed is not None and word not in allowed]
+            return parser.error(f"{', '.join(unknown)}; allowed: {', '.join(allowed)}") if unknown else [into(word) for word in text.split(",")]
+
+        return listed
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     classes = [name for name in inputs.CLASSES if name != "nan"]

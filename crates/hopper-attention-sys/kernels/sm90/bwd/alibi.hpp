@@ -1,27 +1,30 @@
-// ALiBi alone (common/alibi.hpp) in the backward, at next to no cost.
+// The backward with ALiBi (common/alibi.hpp) and no other modifier. Before the diagonal no instruction of a score is
+// added.
 //
-// Before the diagonal the bias of a pair falls apart:
+// There the bias of a pair is a sum of three terms:
 //
 //     -slope (i + diagonal - j) = -slope (i - i0) + slope (j - j0) - slope (i0 + diagonal - j0)
 //
-// Here i0 is the block's first query, and j0 a key of the thread. The first term depends on the query alone: S begins
-// with it (Statistics). The other two depend on the key. Keys are rows, of which a thread has two. So they are one
-// addend a row, and what brought a score to powers of two was a multiplication: now it is a multiply-add.
+// Here i0 is the block's first query, and j0 the warpgroup's first key. S begins with the first term, which depends on
+// the query alone, and with -LSE (Statistics in traits.hpp). The other two depend on the key. Keys are the rows of S^T,
+// of which a thread has two. So they are one addend for each of the two rows. Before the exponential a score is
+// multiplied by scale * log2(e): that multiplication becomes a multiply-add.
 //
-// Behind the diagonal all terms have the other sign. There twice the first term is added to each score, and what
-// remains is of the row again. In a block on the diagonal the pairs behind it get their difference one by one.
+// Behind the diagonal all three terms have the other sign. S holds the first one already. So twice that term is
+// subtracted: what is the same for the thread's whole row in the addend, the rest from each score. In a block on the
+// diagonal each pair behind it gets its difference.
 //
-// The terms are larger than the bias, and so are their errors. So this is for slopes of at most 2 in powers of two: the
-// query's term is below 254 then, and cut off at 24 bits. Other slopes are added score by score. In either case S
-// begins with -LSE: where it is in the thousands, as of queries that are far from all keys, its own last bits count, as
-// they do without ALiBi.
+// The terms are larger than the bias, and so are their errors. So this is for heads with |slope * log2(e)| <= 2. The
+// query's term is below 254 in powers of two then, and has 24 bits. Of other heads the bias is added score by score. In
+// either case S begins with -LSE. Where that is in the thousands, as of queries that are far from all keys, its own
+// last bits count, as they do without ALiBi.
 #pragma once
 
 #include "common/alibi.hpp"
 
 namespace hattn::sm90 {
 
-// slope_log2: of a head, in powers of two.
+// slope_log2: a head's slope times log2(e).
 CUTE_DEVICE bool alibi_falls_apart_by_query(float slope_log2) { return fabsf(slope_log2) <= 2.0F; }
 
 CUTE_DEVICE float alibi_slope_log2(TensorDesc const& slopes, int batch, int head) {
@@ -29,10 +32,13 @@ CUTE_DEVICE float alibi_slope_log2(TensorDesc const& slopes, int batch, int head
                         head * slopes.stride_head);
 }
 
-// Brings transposed scores that began with the first term to what they lack of ALiBi but `addends`, in powers of two,
-// of the thread's rows. `first`: how far a warpgroup's first key is before the diagonal of the block's first query.
-// The thread's first element is `key` keys and `query` queries on, and element (c, r, i) 8 r and 8 i + c more.
-// `slope()` is alibi_slope.
+// Completes the bias in a block of S^T. `scores`, in the unit of a product q k, get what differs from score to score.
+// `addends`, in powers of two, are what is the same for a row of the thread: the caller computes
+// exp2(score * scale_log2 + addend).
+//
+// `first`: the position of the block's first query (i0 + diagonal) less the warpgroup's first key (j0). Element (c, r,
+// i) of the thread is key `key + 8 r` of the warpgroup, and query `query + 8 i + c` of the block. `slope()` is
+// alibi_slope.
 template <int kQueries, int kKeys, class Scores, class Slope>
 CUTE_DEVICE void finish_alibi(Scores& scores, float slope_log2, int first, int key, int query, Slope const& slope,
                               float (&addends)[2]) {
@@ -55,7 +61,7 @@ CUTE_DEVICE void finish_alibi(Scores& scores, float slope_log2, int first, int k
   addends[0] = slope_log2 * static_cast<float>(key - first);
   addends[1] = fmaf(8.0F, slope_log2, addends[0]);
   if (first < kKeys - 1) {
-    // Some are.
+    // Some pairs are.
     float const behind[2] = {static_cast<float>(key - query - first), static_cast<float>(key - query - first + 8)};
     float const twice = -2.0F * slope();
     CUTE_UNROLL
