@@ -13,66 +13,43 @@
 
 import argparse
 import collections
-import os
-import sys
 
-import hopper_attention
 import torch
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers"))
+import scores  # finds peers/
 
-import flash3  # noqa: E402
 import inputs  # noqa: E402
 
 HEADS = 4
 GRADIENTS = ("dq", "dk", "dv")
+PEERS = ("fa3", "fa4")
 
 
 def exact(q, k, v, d_o, causal):
     """The gradients in f64."""
     leaves = [x.detach().double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    scores = leaves[0] @ leaves[1].transpose(2, 3) * q.shape[-1] ** -0.5
+    logits = leaves[0] @ leaves[1].transpose(2, 3) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-    o = scores.softmax(-1) @ leaves[2]
+        logits = logits.masked_fill(torch.ones(logits.shape[2:], dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+    o = logits.softmax(-1) @ leaves[2]
     return [x.transpose(1, 2) for x in torch.autograd.grad(o, leaves, d_o.double().transpose(1, 2))]
 
 
-def recorded(function, q, k, v, d_o):
-    """The gradients of a function that autograd records."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(function(*leaves), leaves, d_o)
+def found(library, q, k, v, d_o, causal):
+    """The gradients of `ours`, or of a peer."""
+    make = scores.ours if library == "ours" else scores.PEERS[library][0]
+    run = make(scores.Modifier("plain", causal=causal), q, k, v, d_o)
+    return run.gradients(run.call())
 
 
-def ours(q, k, v, d_o, causal):
-    return recorded(lambda *qkv: hopper_attention.attention(*qkv, causal=causal), q, k, v, d_o)
-
-
-def fa3(q, k, v, d_o, causal):
-    operators = flash3.load(torch)
-    o, lse, *_ = operators.fwd(q, k, v, num_splits=0, is_causal=causal, softcap=0.0)
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
-    operators.bwd(d_o, q, k, v, o, lse, is_causal=causal, softcap=0.0, **dict(zip(GRADIENTS, gradients)))
-    return gradients
-
-
-def fa4(q, k, v, d_o, causal):
-    from flash_attn.cute import flash_attn_func
-
-    return recorded(lambda *qkv: flash_attn_func(*qkv, causal=causal)[0], q, k, v, d_o)
-
-
-PEERS = {"fa3": fa3, "fa4": fa4}
-
-
-def errors(found, wanted):
+def errors(made, wanted):
     """The relative RMSE and the largest error of each gradient."""
-    made = []
-    for own, other in zip(found, wanted):
+    both = []
+    for own, other in zip(made, wanted):
         off = own.double() - other
         rms = other.square().mean().sqrt()
-        made.append((off.square().mean().sqrt() / rms, off.abs().max() / rms))
-    return torch.tensor(made, dtype=torch.float64)
+        both.append((off.square().mean().sqrt() / rms, off.abs().max() / rms))
+    return torch.tensor(both, dtype=torch.float64)
 
 
 def point(options, name, dtype, dim, causal, keys, worst):
@@ -84,11 +61,11 @@ def point(options, name, dtype, dim, causal, keys, worst):
         inputs.change({"inputs": name, "head_dim": dim}, q, k, torch)
         given = [x.to(dtype) for x in (q, k, v, d_o)]
         wanted = exact(*given, causal)
-        for library, gradients in {"ours": ours, **{peer: PEERS[peer] for peer in options.peers}}.items():
+        for library in ("ours", *options.peers):
             if library in refused:
                 continue
             try:
-                sums[library] += errors(gradients(*given, causal), wanted) / options.draws
+                sums[library] += errors(found(library, *given, causal), wanted) / options.draws
             except Exception as error:  # a peer may fail in any way, and is then named as such
                 if library == "ours":
                     raise
@@ -107,21 +84,14 @@ def point(options, name, dtype, dim, causal, keys, worst):
 
 
 def main():
-    def words(allowed, into=str):
-        def listed(text):
-            unknown = [word for word in text.split(",") if allowed is not None and word not in allowed]
-            return parser.error(f"{', '.join(unknown)}; allowed: {', '.join(allowed)}") if unknown else [into(word) for word in text.split(",")]
-
-        return listed
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     classes = [name for name in inputs.CLASSES if name != "nan"]
-    parser.add_argument("--classes", type=words(classes), default=classes, help="classes of inputs")
-    parser.add_argument("--dtypes", type=words(("bfloat16", "float16")), default=["bfloat16", "float16"])
-    parser.add_argument("--dims", type=words(None, int), default=[64, 128], help="head dims")
-    parser.add_argument("--masks", type=words(("full", "causal")), default=["full", "causal"])
-    parser.add_argument("--seqlens", type=words(None, int), default=[512, 2048], help="sequence lengths")
-    parser.add_argument("--peers", type=words(PEERS), default=list(PEERS), help="other libraries")
+    parser.add_argument("--classes", type=scores.words(classes), default=classes, help="classes of inputs")
+    parser.add_argument("--dtypes", type=scores.words(("bfloat16", "float16")), default=["bfloat16", "float16"])
+    parser.add_argument("--dims", type=scores.words(), default=[64, 128], help="head dims")
+    parser.add_argument("--masks", type=scores.words(("full", "causal")), default=["full", "causal"])
+    parser.add_argument("--seqlens", type=scores.words(), default=[512, 2048], help="sequence lengths")
+    parser.add_argument("--peers", type=scores.words(PEERS), default=list(PEERS), help="other libraries")
     parser.add_argument("--draws", type=int, default=8, help="draws of the inputs")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {HEADS} heads, {options.draws} draws", flush=True)

@@ -136,16 +136,16 @@ def off(found, wanted):
 
 
 class Run(NamedTuple):
-    """A call that can be timed, its O, and what takes dQ from the call's result in a backward."""
+    """A call that can be timed, its O, and what takes dQ, dK and dV from the call's result in a backward."""
 
     call: Callable
     o: torch.Tensor
-    d_q: Optional[Callable] = None
+    gradients: Optional[Callable] = None
 
     def rows(self, head, rows):
         """O and dQ of the rows that are checked, in f32."""
         rows = torch.tensor(list(rows), device=self.o.device)
-        made = [self.o] + ([] if self.d_q is None else [self.d_q(self.call())])
+        made = [self.o] + ([] if self.gradients is None else [self.gradients(self.call())[0]])
         return [x.detach()[0, rows, head].float() for x in made]
 
 
@@ -169,7 +169,7 @@ def leaves(d_o, *tensors):
 def recorded(function, inputs, d_o):
     """The Run of a function that autograd records."""
     call, o = timing.recorded(function, inputs, d_o)
-    return Run(call, o, None if d_o is None else lambda gradients: gradients[0])
+    return Run(call, o, None if d_o is None else lambda gradients: gradients[:3])
 
 
 def listed(listing):
@@ -261,7 +261,7 @@ def fa3(m, q, k, v, d_o):
     if d_o is None:
         return Run(forward, o)
     gradients = dict(zip(("dq", "dk", "dv"), map(torch.empty_like, (q, k, v))))
-    return Run(lambda: operators.bwd(d_o, q, k, v, o, lse, **said, **gradients), o, lambda _: gradients["dq"])
+    return Run(lambda: operators.bwd(d_o, q, k, v, o, lse, **said, **gradients), o, lambda _: list(gradients.values()))
 
 
 @functools.cache
@@ -342,7 +342,7 @@ def cudnn(m, q, k, v, d_o):
     gradients = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
     for node, x in zip(back.graph.sdpa_backward(*operands, **said), gradients):
         back.wanted(node, x)
-    return Run(back.built(), o.transpose(1, 2), lambda _: gradients[0].transpose(1, 2))
+    return Run(back.built(), o.transpose(1, 2), lambda _: [x.transpose(1, 2) for x in gradients])
 
 
 def flex_score(cap, slopes):
@@ -373,7 +373,7 @@ def flex(m, q, k, v, d_o):
         compiled, more = torch.compile(with_sinks, dynamic=False), {}
     gradient = None if d_o is None else d_o.transpose(1, 2)
     run = recorded(lambda: compiled(*inputs, block_mask=block_mask, **more), inputs, gradient)
-    return Run(run.call, run.o.transpose(1, 2), None if d_o is None else lambda gradients: gradients[0].transpose(1, 2))
+    return Run(run.call, run.o.transpose(1, 2), None if d_o is None else lambda gradients: [x.transpose(1, 2) for x in gradients[:3]])
 
 
 # What makes a Run of a library, and which modifiers it is asked for. (xformers' build of FlashAttention-3 has no softcap.)

@@ -498,16 +498,15 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
     function.contains(MAIN_KERNEL) && is_of_row && is_modified_alike
 }
 
-/// Whether a row has kernels for dropout in which a warpgroup draws the numbers.
-fn draws(row: &KernelInfo) -> bool {
-    let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks;
-    row.arch() == Arch::Sm90 && row.pass() == Pass::Backward && is_modified && row.head_dim_qk() > 64
-}
-
 /// Whether a row has kernels for ALiBi alone: one, and one of packed sequences.
 fn has_alibi_kernels(row: &KernelInfo) -> bool {
     let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks;
     row.arch() == Arch::Sm90 && row.pass() == Pass::Backward && is_modified
+}
+
+/// Whether such a row has a kernel for dropout alone, too, in which a warpgroup draws the numbers.
+fn draws(row: &KernelInfo) -> bool {
+    has_alibi_kernels(row) && row.head_dim_qk() > 64
 }
 
 /// The list of kernels that a row is from.
