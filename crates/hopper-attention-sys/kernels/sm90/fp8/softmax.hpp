@@ -88,24 +88,41 @@ struct Fp8Softmax {
   CUTE_DEVICE void unseen_block(Scores& scores, BlockFactors const& factors, float (&sums)[2]) {
     Weights::exponentiate(scores, factors, reference, offset, sums);
   }
-  // A NaN does not suit, nor what a reference of -inf makes.
+  // What a reference of a row without keys makes does not suit. Nor does a NaN, where the weights' type makes one of
+  // what it cannot hold. Elsewhere the whole row is NaN then, whatever its reference.
   CUTE_DEVICE bool suits(float const (&sums)[2]) const {
     // Instructions that compare and combine in one. Spelt otherwise it takes one more register, for which ptxas
     // serialises the products of the row that splits tiles.
     int rows;
-    asm("{\n"
-        ".reg .pred a, b;\n"
-        "setp.ge.f32 a, %1, %5;\n"
-        "setp.ge.f32 b, %2, %5;\n"
-        "setp.le.or.f32 a, %1, %3, a;\n"
-        "setp.le.or.f32 b, %2, %4, b;\n"
-        "setp.lt.and.f32 a, %1, %6, a;\n"
-        "setp.lt.and.f32 b, %2, %6, b;\n"
-        "and.pred a, a, b;\n"
-        "selp.s32 %0, 1, 0, a;\n"
-        "}\n"
-        : "=r"(rows)
-        : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost));
+    if constexpr (Weights::kNanIsOfRow) {
+      asm("{\n"
+          ".reg .pred a, b;\n"
+          "setp.ge.f32 a, %1, %5;\n"
+          "setp.ge.f32 b, %2, %5;\n"
+          "setp.leu.or.f32 a, %1, %3, a;\n"
+          "setp.leu.or.f32 b, %2, %4, b;\n"
+          "setp.ltu.and.f32 a, %1, %6, a;\n"
+          "setp.ltu.and.f32 b, %2, %6, b;\n"
+          "and.pred a, a, b;\n"
+          "selp.s32 %0, 1, 0, a;\n"
+          "}\n"
+          : "=r"(rows)
+          : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost));
+    } else {
+      asm("{\n"
+          ".reg .pred a, b;\n"
+          "setp.ge.f32 a, %1, %5;\n"
+          "setp.ge.f32 b, %2, %5;\n"
+          "setp.le.or.f32 a, %1, %3, a;\n"
+          "setp.le.or.f32 b, %2, %4, b;\n"
+          "setp.lt.and.f32 a, %1, %6, a;\n"
+          "setp.lt.and.f32 b, %2, %6, b;\n"
+          "and.pred a, a, b;\n"
+          "selp.s32 %0, 1, 0, a;\n"
+          "}\n"
+          : "=r"(rows)
+          : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost));
+    }
     return __all_sync(0xffffffffU, rows) != 0;
   }
   CUTE_DEVICE void add(float const (&sums)[2]) {
@@ -126,7 +143,7 @@ struct Fp8Softmax {
     for (int r = 0; r < 2; ++r) {
       total[r] = quad_sum(sums[r]);
       small[r] = (total[r] < 4.0F * kLeast) & (total[r] > quad_sum(negligible[r]));
-      moves[r] = small[r] | !(total[r] < kMost);  // a NaN, too
+      moves[r] = small[r] | (Weights::kNanIsOfRow ? total[r] >= kMost : !(total[r] < kMost));
       suffices = suffices & (!moves[r] | kept(total[r]));
     }
     if (!all(suffices, true)) {

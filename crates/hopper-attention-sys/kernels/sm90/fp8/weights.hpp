@@ -47,6 +47,8 @@ struct WeightsF32 {
   CUTE_DEVICE static Offset offset_of(float) { return {}; }
   // The least reference from x on that there may be.
   CUTE_DEVICE static float reference_above(float x) { return x; }
+  // Whether a NaN in a sum comes from the row's operands alone.
+  static constexpr bool kNanIsOfRow = true;
 
   // Rows' largest stored scores.
   template <class Scores>
@@ -66,7 +68,7 @@ struct WeightsF32 {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         // ptxas would begin with all the multiply-adds of the block, and the exponentials' unit stand idle meanwhile:
-        // so the offset waits for an earlier weight now and then. (Where that is no number, neither is the sum.)
+        // so the offset waits for an earlier weight now and then. (Where that is NaN or infinite, so is the sum.)
         if constexpr (kColumnsAhead > 0) {
           if (i % kColumnsAhead == 0 && i >= 2 * kColumnsAhead) {
             offset[r] = after(-reference[r], scores(at(r, i - 2 * kColumnsAhead, 0)));
@@ -117,10 +119,11 @@ struct WeightsF32 {
   }
 
  private:
-  // x, but not before y is known.
+  // x, but not before the weight y is known. (y is multiplied by 2^-126, and not by 0, which would make a NaN of an
+  // infinite weight.)
   CUTE_DEVICE static float after(float x, float y) {
     float z;
-    asm("fma.rn.ftz.f32 %0, %1, 0f00000000, %2;" : "=f"(z) : "f"(y), "f"(x));
+    asm("fma.rn.ftz.f32 %0, %1, 0f00800000, %2;" : "=f"(z) : "f"(y), "f"(x));
     return z;
   }
 };
@@ -143,6 +146,7 @@ struct WeightsF16 {
     return fabsf(reference) <= kMostReference ? half_pair(-reference) : kNoPair;
   }
   CUTE_DEVICE static float reference_above(float x) { return ceilf(x); }
+  static constexpr bool kNanIsOfRow = false;  // see above
 
   template <class Scores>
   CUTE_DEVICE static void block_max(Scores const& scores, float (&max)[2]) {
