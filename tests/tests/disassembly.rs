@@ -212,12 +212,29 @@ impl Compiled {
 
 /// Everything that is wrong with a compiled row, in words.
 fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
-    faults_with(row, row.smem_bytes(), (false, row.threads()), compiled)
+    faults_with(row, row.smem_bytes(), Kind::of(row), compiled)
 }
 
-/// The same, as if the row asked for so much shared memory. `of`: whether it is the kernel in which CTAs share tiles, and the threads
-/// of its CTAs.
-fn faults_with(row: &KernelInfo, smem_bytes: usize, of: (bool, usize), compiled: &Compiled) -> Vec<String> {
+/// Which of a row's kernels it is.
+#[derive(Clone, Copy)]
+struct Kind {
+    /// Whether it is the one in which CTAs share tiles.
+    shares: bool,
+    /// The threads of its CTAs.
+    threads: usize,
+    /// Products that add ALiBi's part of the keys to scores (`sm90/fwd/alibi.hpp`).
+    of_places: usize,
+}
+
+impl Kind {
+    /// The row's first kernel.
+    fn of(row: &KernelInfo) -> Self {
+        Self { shares: false, threads: row.threads(), of_places: 0 }
+    }
+}
+
+/// The same, as if the row asked for so much shared memory.
+fn faults_with(row: &KernelInfo, smem_bytes: usize, of: Kind, compiled: &Compiled) -> Vec<String> {
     let compiled = &compiled.where_it_runs(smem_bytes);
     let mut faults = match row.arch() {
         Arch::Sm80 => faults_of_sm80(row, compiled),
@@ -327,7 +344,8 @@ fn chunks(row: &KernelInfo) -> usize {
 }
 
 /// What only an sm90 kernel can do wrong.
-fn faults_of_sm90(row: &KernelInfo, (shares, threads): (bool, usize), compiled: &Compiled) -> Vec<String> {
+fn faults_of_sm90(row: &KernelInfo, of: Kind, compiled: &Compiled) -> Vec<String> {
+    let Kind { shares, threads, of_places } = of;
     let mut faults = Vec::new();
     let matrix = if row.dtype() == DType::E4M3 { "QGMMA" } else { "HGMMA" };
     for (opcode, why) in [
@@ -346,7 +364,7 @@ fn faults_of_sm90(row: &KernelInfo, (shares, threads): (bool, usize), compiled: 
             faults.push(format!("no {opcode}: {why}"));
         }
     }
-    faults.extend(products::faults(row, compiled));
+    faults.extend(products::faults(row, of_places, compiled));
     if shares && !compiled.leaves_late() {
         faults.push("a CTA of a cluster ends early, or says that it has read before it stores".into());
     }
@@ -486,8 +504,10 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
         dtype => [usize::from(dtype == DType::BF16)].into_iter().chain(shape).collect(),
     };
     // Of rows of sm90 two more follow: whether it packs, and whether scores are modified. Of e4m3 rows the other way round.
-    // A kernel for dropout alone, or for ALiBi alone, is of a row for modified scores, and has traits of one that is not.
-    let is_alone = ["DrawingTraits", "AlibiTraits"].iter().any(|traits| function.contains(traits));
+    // A kernel of the backward for dropout alone, or for ALiBi alone, is of a row for modified scores, and has traits of one that
+    // is not.
+    let is_alone =
+        row.pass() == Pass::Backward && ["DrawingTraits", "AlibiTraits"].iter().any(|traits| function.contains(traits));
     let modified = u8::from(row.needs_modifiers() && !is_alone);
     let last = [0, 1].map(|packs| match row.dtype() {
         DType::E4M3 => format!("ELb{modified}ELb{packs}E"),
@@ -500,13 +520,14 @@ fn is_kernel_of(row: &KernelInfo, function: &str) -> bool {
 
 /// Whether a row has kernels for ALiBi alone: one, and one of packed sequences.
 fn has_alibi_kernels(row: &KernelInfo) -> bool {
-    let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks;
-    row.arch() == Arch::Sm90 && row.pass() == Pass::Backward && is_modified
+    let is_modified = row.needs_modifiers() && row.mask() != MaskClass::Blocks && row.dtype() != DType::E4M3;
+    let has_dims = row.pass() == Pass::Backward || [64, 128].contains(&row.head_dim_qk());
+    row.arch() == Arch::Sm90 && is_modified && has_dims
 }
 
-/// Whether such a row has a kernel for dropout alone, too, in which a warpgroup draws the numbers.
+/// Whether such a row of the backward has a kernel for dropout alone, too, in which a warpgroup draws the numbers.
 fn draws(row: &KernelInfo) -> bool {
-    has_alibi_kernels(row) && row.head_dim_qk() > 64
+    row.pass() == Pass::Backward && has_alibi_kernels(row) && row.head_dim_qk() > 64
 }
 
 /// The list of kernels that a row is from.
@@ -586,7 +607,8 @@ fn every_row_is_compiled_as_planned() {
                 );
                 let is_plain = sizes::is_plain(row) && (of.is_empty() || of == ", rotated");
                 let size = is_plain.then(|| (name, compiled.instructions().count()));
-                (line, size, faults_with(row, row.smem_bytes(), (shares, threads), compiled))
+                let of_places = usize::from(row.pass() == Pass::Forward && of == ", alibi");
+                (line, size, faults_with(row, row.smem_bytes(), Kind { shares, threads, of_places }, compiled))
             };
             for (line, size, faults) in functions.par_iter().map(audit).collect::<Vec<_>>() {
                 println!("{line}");

@@ -3,7 +3,7 @@
 use hopper_attention::{Arch, DType, KernelInfo, Pass};
 
 use super::products::{descriptor, row_bytes};
-use super::{Compiled, REGISTERS, SMEM_LIMIT_A100, chunks, faults, faults_with, first_row};
+use super::{Compiled, Kind, REGISTERS, SMEM_LIMIT_A100, chunks, faults, faults_with, first_row};
 
 type Spoil<'a> = &'a dyn Fn(&mut Compiled);
 
@@ -162,9 +162,9 @@ fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
         );
         compiled
     };
-    assert_eq!(faults_with(&row, SMEM_LIMIT_A100, (false, row.threads()), &with_flaws("sm_86")), Vec::<String>::new());
+    assert_eq!(faults_with(&row, SMEM_LIMIT_A100, Kind::of(&row), &with_flaws("sm_86")), Vec::<String>::new());
     for (smem_bytes, gpu) in [(row.smem_bytes(), "sm_86"), (SMEM_LIMIT_A100, "sm_87")] {
-        let found = faults_with(&row, smem_bytes, (false, row.threads()), &with_flaws(gpu)).join("\n");
+        let found = faults_with(&row, smem_bytes, Kind::of(&row), &with_flaws(gpu)).join("\n");
         for flaw in ["STL", "STACK is", "ptxas reports"] {
             assert!(found.contains(flaw), "{gpu}: {flaw} is not in\n{found}");
         }

@@ -39,9 +39,15 @@ pub fn columns(compiled: &Compiled) -> BTreeMap<usize, usize> {
 /// What is wrong with them.
 ///
 /// A forward has products Q K^T, with a column for each key of a block, and P V, with one for each element of V. A backward has
-/// five products, with a column for each query or key of a tile, or each element of a vector.
-pub fn faults(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
-    let found = columns(compiled);
+/// five products, with a column for each query or key of a tile, or each element of a vector. `of_places`: instructions beside those,
+/// each with a column for each key of a block.
+pub fn faults(row: &KernelInfo, of_places: usize, compiled: &Compiled) -> Vec<String> {
+    let mut found = columns(compiled);
+    let of_keys = found.entry(row.tile_n()).or_insert(0);
+    if of_places > *of_keys {
+        return vec![format!("{of_keys} products of {} columns, expected {of_places} for places alone", row.tile_n())];
+    }
+    *of_keys -= of_places;
     if row.dtype() == DType::E4M3 {
         return faults_of_e4m3(row, &found);
     }

@@ -1,6 +1,8 @@
 //! ALiBi and maximum logits on a GPU: every row, dense and packed, both passes, long distances, garbage under the mask, outputs that
 //! no query writes.
 
+use std::collections::BTreeSet;
+
 use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Corner, DType, Device, KernelInfo, Mask, MaskClass};
 use hopper_attention_tests::alibi::{Alibi, cases, empty_sequences, garbage_in_scores, packed_cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
@@ -81,12 +83,16 @@ fn long_distances_lose_no_bits() {
         }
     }
     for row in narrow(biasing(&gpu, gpu.modified_backward_rows(), true)) {
-        for (seqlen_q, seqlen_kv, mask) in
-            [(300, 9000, Mask::Full), (300, 9000, Mask::causal()), (9000, 70, Mask::Full)]
+        let far = [(300, 9000, Mask::Full), (300, 9000, Mask::causal()), (9000, 70, Mask::Full)];
+        let dims = BTreeSet::from([64, row.head_dim_qk()]);
+        for ((seqlen_q, seqlen_kv, mask), dim) in
+            far.into_iter().flat_map(|case| dims.iter().map(move |&dim| (case, dim)))
         {
-            let case = Case::new(seqlen_q, seqlen_kv, 64, mask).heads(1, 4, 2).alibi(Alibi::Standard);
-            if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
-                with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case));
+            for alibi in [Alibi::Standard, Alibi::Negative] {
+                let case = Case::new(seqlen_q, seqlen_kv, dim, mask).heads(1, 4, 2).alibi(alibi);
+                if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
+                    with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case));
+                }
             }
         }
     }

@@ -34,11 +34,15 @@ CUTE_DEVICE bool has_alibi(Params const& params) {
   return params.alibi.address != 0;
 }
 
+CUTE_DEVICE float slope_of_head(TensorDesc const& slopes, int batch, int head) {
+  return __ldg(reinterpret_cast<float const*>(slopes.address) + batch * slopes.stride_batch +
+               head * slopes.stride_head);
+}
+
 // The slope of a head in the unit of what is kept of a score: `factor` brings that to powers of two. Finite if the
 // slope is, so that a distance of 0 has no bias.
 CUTE_DEVICE float alibi_slope(TensorDesc const& slopes, int batch, int head, float factor) {
-  float const slope =
-      __ldg(reinterpret_cast<float const*>(slopes.address) + batch * slopes.stride_batch + head * slopes.stride_head);
+  float const slope = slope_of_head(slopes, batch, head);
   float const in_log2 = slope * kLog2E;
   float const inverse = reciprocal_approx(factor);
   float const rough = in_log2 * inverse;

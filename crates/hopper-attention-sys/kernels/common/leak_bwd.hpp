@@ -293,8 +293,8 @@ struct RepairGradients {
   // anew for each pair: registers are short.)
   CUTE_DEVICE float biased(float s, int head, int query, int key) const {
     int const of_head = anew(head);
-    int const distance =
-        abs(anew(query) + diagonal() - key) - Traits::start_distance(params, batch, of_head, anew(query));
+    int const distance = abs(anew(query) + diagonal() - key) -
+                         Traits::start_distance(params, batch, of_head, anew(query), diagonal(), seqlen_kv());
     return fmaf(static_cast<float>(distance), -alibi_slope(params.alibi, batch, of_head, backward_factor(params)), s);
   }
   CUTE_DEVICE Weights weights_of(Statistics const& of_query, int head, int query, int key, float s, float d_p) const {

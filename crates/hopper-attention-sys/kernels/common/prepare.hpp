@@ -141,9 +141,9 @@ __global__ void __launch_bounds__(256) bwd_statistics(BwdParams const params) {
     }
     if (lane < kPasses && mine < inner) {
       float const of_delta = delta_factor(params);
-      auto const statistics =
-          Traits::Statistics::of(lse, d_lse * of_delta, delta * of_delta, params.softmax_scale,
-                                 Traits::modifies_scores(params), start_bias<Traits>(params, batch, head, query));
+      auto const statistics = Traits::Statistics::of(
+          lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, Traits::modifies_scores(params),
+          start_bias<Traits>(params, batch, head, query, params.diagonal_offset, params.seqlen_kv));
       std::int64_t const at = (static_cast<std::int64_t>(batch) * params.heads_q + head) * padded + query;
       reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = statistics;
     }

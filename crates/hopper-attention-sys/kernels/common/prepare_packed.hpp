@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(256) bwd_statistics_packed(__grid_constant__ B
                               std::int64_t{sequence.index} * statistics_rows_apart(params) + mine;
       reinterpret_cast<typename Traits::Statistics*>(params.statistics)[at] = Traits::Statistics::of(
           lse, d_lse * of_delta, delta * of_delta, params.softmax_scale, Traits::modifies_scores(params),
-          start_bias<Traits>(params, sequence.index, head, mine));
+          start_bias<Traits>(params, sequence.index, head, mine, diagonal_of_tile(params, sequence), sequence.kv_len));
     }
 
     Band const band = band_of_tile(params, sequence);

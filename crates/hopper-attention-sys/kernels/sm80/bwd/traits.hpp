@@ -81,7 +81,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   using Plain = BwdTraits;
   static constexpr Modifiers kModifiers = Modifiers::Either;
   CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) { return has_modifiers(params); }
-  CUTE_DEVICE static int start_distance(BwdParams const&, int, int, int) { return 0; }
+  CUTE_DEVICE static int start_distance(BwdParams const&, int, int, int, int, int) { return 0; }
 
   // Whether this is that kernel, whether the row has it, and its traits.
   static constexpr bool kIsPacked = kPacked;

@@ -20,6 +20,8 @@
 // last bits count, as they do without ALiBi.
 #pragma once
 
+#include <cute/numeric/math.hpp>
+
 #include "common/alibi.hpp"
 
 namespace hattn::sm90 {
@@ -28,8 +30,14 @@ namespace hattn::sm90 {
 CUTE_DEVICE bool alibi_falls_apart_by_query(float slope_log2) { return fabsf(slope_log2) <= 2.0F; }
 
 CUTE_DEVICE float alibi_slope_log2(TensorDesc const& slopes, int batch, int head) {
-  return kLog2E * __ldg(reinterpret_cast<float const*>(slopes.address) + batch * slopes.stride_batch +
-                        head * slopes.stride_head);
+  return kLog2E * slope_of_head(slopes, batch, head);
+}
+
+// How far all positions of a block of queries are from the nearest key, or 0. `first`: the position of the first query
+// (diagonal included). It goes into the first term, so that S is small where the LSE is large.
+template <int kQueries>
+CUTE_DEVICE int alibi_gap(int first, int keys) {
+  return cute::max(0, cute::max(first - (keys - 1), -(first + kQueries - 1)));
 }
 
 // Completes the bias in a block of S^T. `scores`, in the unit of a product q k, get what differs from score to score.
@@ -39,9 +47,10 @@ CUTE_DEVICE float alibi_slope_log2(TensorDesc const& slopes, int batch, int head
 // `first`: the position of the block's first query (i0 + diagonal) less the warpgroup's first key (j0). Element (c, r,
 // i) of the thread is key `key + 8 r` of the warpgroup, and query `query + 8 i + c` of the block. `slope()` is
 // alibi_slope.
+// `gap`: alibi_gap of the block.
 template <int kQueries, int kKeys, class Scores, class Slope>
-CUTE_DEVICE void finish_alibi(Scores& scores, float slope_log2, int first, int key, int query, Slope const& slope,
-                              float (&addends)[2]) {
+CUTE_DEVICE void finish_alibi(Scores& scores, float slope_log2, int first, int key, int query, int gap,
+                              Slope const& slope, float (&addends)[2]) {
   if (!alibi_falls_apart_by_query(slope_log2)) {
     addends[0] = addends[1] = 0.0F;
     add_alibi<kQueries>(scores, slope(), key - query - first);
@@ -49,7 +58,7 @@ CUTE_DEVICE void finish_alibi(Scores& scores, float slope_log2, int first, int k
   }
   if (first <= 1 - kQueries) {
     // All pairs are behind the diagonal.
-    addends[0] = slope_log2 * static_cast<float>(2 * query + first - key);
+    addends[0] = slope_log2 * static_cast<float>(2 * query + first - key + gap);
     addends[1] = fmaf(-8.0F, slope_log2, addends[0]);
     float const twice = 2.0F * slope();
     CUTE_UNROLL
@@ -58,7 +67,7 @@ CUTE_DEVICE void finish_alibi(Scores& scores, float slope_log2, int first, int k
     }
     return;
   }
-  addends[0] = slope_log2 * static_cast<float>(key - first);
+  addends[0] = slope_log2 * static_cast<float>(key - first + gap);
   addends[1] = fmaf(8.0F, slope_log2, addends[0]);
   if (first < kKeys - 1) {
     // Some pairs are.

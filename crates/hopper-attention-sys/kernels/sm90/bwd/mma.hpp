@@ -171,8 +171,19 @@ struct BwdMma {
         operand(i) = pack_pair<Element>(values(2 * i), values(2 * i + 1));
       }
     };
-    // Rows for modified scores. The slope of the block's query head. (The loading lane of the dense kernel has no
-    // registers for it, and these warps of the packed one have none.)
+    // Rows for modified scores. The block's query head.
+    [[maybe_unused]] auto head_of_block = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified) {
+        return Traits::kIsPacked ? storage.modifiers.head[ring.stage]
+                                 : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
+      } else if constexpr (Traits::kIsAlibi) {
+        return static_cast<int>(storage.alibi.head[ring.stage]);
+      } else {
+        return 0;
+      }
+    };
+    // Its slope. (The loading lane of the dense kernel has no registers for it, and these warps of the packed one have
+    // none.)
     auto slope_of_block = [&]() __attribute__((always_inline)) {
       float slope = 0.0F;
       if constexpr (kModified) {
@@ -185,19 +196,9 @@ struct BwdMma {
                                   : alibi_slope(params.alibi, storage.tile[k.stage].batch, static_cast<int>(word),
                                                 scalars.scale_log2);
       } else if constexpr (Traits::kIsAlibi) {
-        int const head = storage.alibi.head[ring.stage];
-        slope = alibi_slope(params.alibi, storage.tile[k.stage].batch, head, scalars.scale_log2);
+        slope = alibi_slope(params.alibi, storage.tile[k.stage].batch, head_of_block(), scalars.scale_log2);
       }
       return slope;
-    };
-    // Its query head.
-    [[maybe_unused]] auto head_of_block = [&]() __attribute__((always_inline)) {
-      if constexpr (kModified) {
-        return Traits::kIsPacked ? storage.modifiers.head[ring.stage]
-                                 : static_cast<int>(storage.modifiers.slope_or_head[ring.stage]);
-      } else {
-        return 0;
-      }
     };
     // The queries and keys of the tile's sequence.
     [[maybe_unused]] auto queries_of_tile = [&]() __attribute__((always_inline)) {
@@ -232,15 +233,15 @@ struct BwdMma {
     [[maybe_unused]] float slope_log2 = 0.0F;
     auto read_slope = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kIsAlibi) {
-        int const head = storage.alibi.head[ring.stage];
-        slope_log2 = more ? alibi_slope_log2(params.alibi, storage.tile[k.stage].batch, head) : 0.0F;
+        slope_log2 = more ? alibi_slope_log2(params.alibi, storage.tile[k.stage].batch, head_of_block()) : 0.0F;
       }
     };
     [[maybe_unused]] auto add_alibi_alone = [&](float(&addends)[2]) __attribute__((always_inline)) {
       int const thread = thread_in_group_anew(thread_in_group);
-      int const first = m_block_of_step() * kM + diagonal_of_tile() - n_block_of_step() * kN - consumer * 64;
-      finish_alibi<kM, 64>(tS, slope_log2, first, thread / 32 * 16 + thread % 32 / 4, 2 * (thread % 4), slope_of_block,
-                           addends);
+      int const first = m_block_of_step() * kM + diagonal_of_tile();
+      finish_alibi<kM, 64>(tS, slope_log2, first - n_block_of_step() * kN - consumer * 64,
+                           thread / 32 * 16 + thread % 32 / 4, 2 * (thread % 4), alibi_gap<kM>(first, keys_of_tile()),
+                           slope_of_block, addends);
     };
     // Past the last query -LSE is low, and of a packed sequence 0: a bias above 0 would make P infinite.
     auto hide_past_queries = [&]() __attribute__((always_inline)) {

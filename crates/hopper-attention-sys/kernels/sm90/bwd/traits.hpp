@@ -188,12 +188,17 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kIsAlibi = false;
   CUTE_HOST_DEVICE static bool is_alibi(BwdParams const& params) {
     return kMayBeAlibi && params.alibi.address != 0 && params.softcap == 0.0F && params.dropout.dropped == 0 &&
-           !has_bias(params) && params.cluster <= 1 && params.softmax_scale >= 0x1p-90F;
+           !has_bias(params) && params.cluster <= 1 && params.softmax_scale >= 0x1p-90F &&
+           params.softmax_scale <= 0x1p90F;
   }
-  // In that kernel S of a query begins with the bias of so many keys, beside -LSE. `query` may be past the end.
-  CUTE_DEVICE static int start_distance(BwdParams const& params, int batch, int head, int query) {
-    return is_alibi(params) && alibi_falls_apart_by_query(alibi_slope_log2(params.alibi, batch, head)) ? query % kTileM
-                                                                                                       : 0;
+  // In that kernel S of a query begins with the bias of so many keys, beside -LSE. `query` may be past the end. The
+  // sequence has `keys`, and its query 0 stands at `diagonal`.
+  CUTE_DEVICE static int start_distance(BwdParams const& params, int batch, int head, int query, int diagonal,
+                                        int keys) {
+    if (!is_alibi(params) || !alibi_falls_apart_by_query(alibi_slope_log2(params.alibi, batch, head))) {
+      return 0;
+    }
+    return query % kTileM + alibi_gap<kTileM>(query / kTileM * kTileM + diagonal, keys);
   }
   // Whether S begins with 0 (Statistics).
   CUTE_HOST_DEVICE static bool modifies_scores(BwdParams const& params) {

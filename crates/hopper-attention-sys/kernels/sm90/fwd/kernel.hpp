@@ -139,6 +139,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Load<Traits>::begin(params, scalars, map_q, map_k, storage);
     }
   }
+  if constexpr (Traits::kIsAlibi) {
+    if (threadIdx.x < Traits::kTileN) {
+      storage.alibi_operands().write_place(static_cast<int>(threadIdx.x));
+    }
+    fence_proxy_async();
+  }
   __syncthreads();
 
   if constexpr (Traits::kIsPacked || Traits::kIsListed) {

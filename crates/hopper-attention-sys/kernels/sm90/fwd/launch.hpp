@@ -30,9 +30,15 @@ struct FwdLaunch {
     if constexpr (Traits::kTakesBias) {
       status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraitsOf<Traits>>, Traits::kSmemBytes) : status;
     }
+    if constexpr (Traits::kMayBeAlibi) {
+      status = is_ok(status) ? prepare_kernel(fwd_kernel<AlibiTraits<Traits>>, Traits::kSmemBytes) : status;
+    }
     if constexpr (Traits::kPacks) {
       status = is_ok(status) ? prepare_schedule() : status;
       status = is_ok(status) ? prepare_kernel(fwd_kernel<Packed>, Packed::kSmemBytes) : status;
+      if constexpr (Packed::kMayBeAlibi) {
+        status = is_ok(status) ? prepare_kernel(fwd_kernel<AlibiTraits<Packed>>, Packed::kSmemBytes) : status;
+      }
       if constexpr (Packed::kTakesBias) {
         status = is_ok(status) ? prepare_kernel(fwd_kernel<BiasTraits<Packed>>, Packed::kSmemBytes) : status;
       }
@@ -97,8 +103,12 @@ struct FwdLaunch {
         start_kernel({params.grid, Traits::kThreads, Traits::kSmemBytes, stream, 1, true}, kernel, params,
                      ListedFwdScalars{scalars, params.blocks}, map_q, map_k, map_v, map_o);
       } else if constexpr (!Traits::kShares) {
-        fwd_kernel<Traits><<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k,
-                                                                                          map_v, map_o);
+        auto* kernel = fwd_kernel<Traits>;
+        if constexpr (Traits::kMayBeAlibi) {
+          kernel = Traits::is_alibi(params) ? fwd_kernel<AlibiTraits<Traits>> : kernel;
+        }
+        kernel<<<params.grid, Traits::kThreads, Traits::kSmemBytes, stream>>>(params, scalars, map_q, map_k, map_v,
+                                                                              map_o);
       }
     });
   }
@@ -126,6 +136,9 @@ struct FwdLaunch {
       auto* kernel = fwd_kernel<Packed>;
       if constexpr (Packed::kTakesBias) {
         kernel = has_bias(params) ? fwd_kernel<BiasTraits<Packed>> : kernel;
+      }
+      if constexpr (Packed::kMayBeAlibi) {
+        kernel = Packed::is_alibi(params) ? fwd_kernel<AlibiTraits<Packed>> : kernel;
       }
       start_kernel({params.grid, Traits::kThreads, Packed::kSmemBytes, stream, 1, true}, kernel, params,
                    packed_fwd_scalars(params), map_q, map_k, map_v, map_o);

@@ -283,7 +283,11 @@ struct Load {
                                       Storage& storage, int record) {
     if constexpr (Traits::kModifiers == Modifiers::Always) {
       if (has_alibi(params) && tile.valid()) {
-        storage.modifiers.slope[record] = alibi_slope(params.alibi, tile.batch, tile.head, scalars.scale_log2);
+        float const slope = alibi_slope(params.alibi, tile.batch, tile.head, scalars.scale_log2);
+        storage.modifiers.slope[record] = slope;
+        if constexpr (Traits::kIsAlibi) {
+          storage.alibi_operands().write_slope(record, slope, scalars.scale_log2);
+        }
       }
     }
   }

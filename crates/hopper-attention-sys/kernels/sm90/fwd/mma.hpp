@@ -23,6 +23,7 @@
 #include "common/scalars.hpp"
 #include "common/visits.hpp"
 #include "sm90/fwd/alibi.hpp"
+#include "sm90/fwd/choices.hpp"
 #include "sm90/fwd/epilogue.hpp"
 #include "sm90/fwd/recompute.hpp"
 #include "sm90/fwd/shares.hpp"
@@ -38,35 +39,14 @@ struct Mma {
   using Element = typename Traits::Element;
   using Storage = typename Traits::SharedStorage;
   using Softmax = ExactSoftmax<Traits::kDType, Traits::kTileN, Traits::kMask != MaskClass::Full>;
+  using Row = MmaChoices<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kWays == 1>;
   static constexpr MaskClass kMask = Traits::kMask;
-  static constexpr int kShort = 8;  // blocks of a short tile
   static constexpr bool kModified = Traits::kModifiers == Modifiers::Always;
+  static constexpr bool kIsAlibi = Traits::kIsAlibi;
   static constexpr bool kIsListed = Traits::kIsListed;
   using Kept = KeptBits<kIsListed ? Traits::kTileN / 32 : 4>;  // of a row
   static constexpr bool kAddsBias = Traits::kAddsBias;
-  // Whether the bias of a block is copied ahead, and by whom.
-  static constexpr bool kCopiesBias = kAddsBias && Traits::kCopiesBias;
-  static constexpr bool kProducersCopyBias = kAddsBias && Traits::kProducersCopyBias;
-  static constexpr bool kConsumersCopyBias = kCopiesBias && !kProducersCopyBias;
-  // Whether the warpgroup's number is read anew behind a tile's first block: registers are short before it.
-  static constexpr bool kRenews =
-      kModified && ((kMask == MaskClass::Full && Traits::kHeadDimQK == 128) || (kIsListed && kAddsBias) ||
-                    (kMask == MaskClass::Window && Traits::kHeadDimQK <= 128 && !Traits::kIsPacked));
-  // Whether the band of a packed tile is worked out where it is needed, for the same reason.
-  static constexpr bool kReadsBand = kAddsBias && Traits::kIsPacked;
-  // Whether the maximum of a tile's first block is always looked at first.
-  CUTE_DEVICE static bool is_compared(FwdParams const& params) { return kAddsBias || (kModified && has_alibi(params)); }
-  // Whether a warpgroup may pass over visits of its tile.
-  static constexpr bool kSkips = kMask != MaskClass::Full && !kIsListed && Traits::kWays == 1;
-  // The most visits that it passes over at a tile's end: as many as the left edge of a window takes from its rows to
-  // the tile's first. It waits for the K of each of them before it gives back their V, which must not fill the ring.
-  // The edge of chunks moves by whole chunks: there it visits the others, too, hidden as they are.
-  static constexpr int kMostSkipped = (Traits::kTileM - 64 + Traits::kTileN - 1) / Traits::kTileN;
-  static constexpr bool kSettlesEarly = kMask == MaskClass::Window && !kAddsBias;  // before blocks that are compared
-  // Whether the code of a tile's first block stands once, at the top of the loop over tiles. A second tile waited for a
-  // copy of it. In the other kernels the loop over blocks gets longer so, or registers spill (benches/LOG.md, 84).
-  static constexpr bool kBeginsAtTop = kMask == MaskClass::Window && !kModified && !kAddsBias && !Traits::kIsPacked;
 
   CUTE_DEVICE static void run(FwdParams const& params, typename Traits::Scalars const& scalars, Band const& launch_band,
                               Storage& storage, int consumer) {
@@ -112,7 +92,7 @@ struct Mma {
     auto await_tile = [&](int buffer, int parity) {
       storage.tile_full[buffer].wait(parity);
       auto const& tile = storage.tile[buffer];
-      if constexpr (Traits::kIsPacked && !kReadsBand) {
+      if constexpr (Traits::kIsPacked && !Row::kReadsBand) {
         Band const band_of_next = band_of_tile(params, tile);
         band.left_offset = __shfl_sync(0xffffffffU, band_of_next.left_offset, 0);
         band.right_offset = __shfl_sync(0xffffffffU, band_of_next.right_offset, 0);
@@ -132,8 +112,9 @@ struct Mma {
       return word;
     };
     // The band of the tile's sequence.
-    auto band_of_sequence = [&]() __attribute__((always_inline))->std::conditional_t<kReadsBand, Band, Band const&> {
-      if constexpr (kReadsBand) {
+    auto band_of_sequence = [&]() __attribute__((always_inline))
+                                ->std::conditional_t<Row::kReadsBand, Band, Band const&> {
+      if constexpr (Row::kReadsBand) {
         typename Traits::TileRecord tile{};
         tile.q_len = __shfl_sync(0xffffffffU, read_shared(storage.tile[q.stage].q_len), 0);
         tile.kv_len = __shfl_sync(0xffffffffU, read_shared(storage.tile[q.stage].kv_len), 0);
@@ -160,7 +141,7 @@ struct Mma {
     };
     // This warpgroup's number, read anew where registers are short.
     auto self = [&]() __attribute__((always_inline)) {
-      constexpr bool kAnew = kRenews || (Traits::kHeadDimQK > 128 && (kModified || kMask == MaskClass::Window));
+      constexpr bool kAnew = Row::kRenews || (Traits::kHeadDimQK > 128 && (kModified || kMask == MaskClass::Window));
       return kAnew ? __shfl_sync(0xffffffffU, thread_index_anew() / 128 - 1, 0) : consumer;
     };
     // The visits that this warpgroup's rows need. The warpgroup passes over the tile's visits before them (the result)
@@ -171,7 +152,7 @@ struct Mma {
         return 0;
       }
       Band of_tile = band_of_sequence();
-      if constexpr (kAddsBias && !kReadsBand) {
+      if constexpr (kAddsBias && !Row::kReadsBand) {
         of_tile.seqlen_kv = anew(band.seqlen_kv);  // what follows from it would be kept all through the loop
       }
       KeyVisits const tile_visits = Shares<Traits>::visits(of_tile, m_block);
@@ -183,12 +164,12 @@ struct Mma {
         return 0;
       } else {
         int const strip = m_block * Traits::kConsumers + self();
-        visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(kReadsBand ? of_tile : band, strip, tile_visits);
+        visits = KeyVisits::of_rows<kMask, 64, Traits::kTileN>(Row::kReadsBand ? of_tile : band, strip, tile_visits);
         if constexpr (Traits::kShares && kMask == MaskClass::Causal) {
           visits.begin = tile_visits.begin;  // of_rows begins with the first key
         }
         if constexpr (kMask == MaskClass::Window) {
-          visits.begin = cute::min(visits.begin, tile_visits.begin + kMostSkipped);
+          visits.begin = cute::min(visits.begin, tile_visits.begin + Row::kMostSkipped);
         }
         return visits.skipped_before(tile_visits);
       }
@@ -203,7 +184,7 @@ struct Mma {
       }
     };
     auto skip_k = [&](int blocks) {
-      if constexpr (kSkips) {
+      if constexpr (Row::kSkips) {
         CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
           storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
@@ -215,7 +196,7 @@ struct Mma {
       }
     };
     auto skip_v = [&](int blocks) {
-      if constexpr (kSkips) {
+      if constexpr (Row::kSkips) {
         CUTE_NO_UNROLL
         for (int i = 0; i < blocks; ++i) {
           storage.v_full[v.stage + consumer * Traits::kFullsApart].wait(v.parity);
@@ -272,8 +253,7 @@ struct Mma {
       release_v();
     };
 
-    // Rows for modified scores. The slope of the tile, and the diagonal of its sequence. (Read where they are needed:
-    // registers are short.)
+    // Rows for modified scores: the slope of the tile, read where it is needed (registers are short), and its diagonal.
     auto slope_of_tile = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
         return __uint_as_float(read_shared(storage.modifiers.slope[q.stage]));
@@ -337,13 +317,13 @@ struct Mma {
     };
     // Where the warp has the bias of its queries and the next block.
     auto copied_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kCopiesBias) {
+      if constexpr (Row::kCopiesBias) {
         return cute::cast_smem_ptr_to_uint(&storage.bias.rows[static_cast<unsigned>(thread_index_anew()) / 32 - 4][0]);
       }
     };
     // Has the warp begin to copy that of a block, if there is a tile and such a block.
     auto copy_bias = [&](auto ragged, int block) __attribute__((always_inline)) {
-      if constexpr (kConsumersCopyBias) {
+      if constexpr (Row::kConsumersCopyBias) {
         int const lane = thread_index_anew() & 31;
         Traits::WarpBias::template begin<decltype(ragged)::value>(
             is_copied(params) && m_block >= 0 && block >= 0, copied_bias(), bias_of_head(), own_row_anew() - lane / 4,
@@ -351,16 +331,15 @@ struct Mma {
       }
     };
     auto copy_first_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kConsumersCopyBias) {
+      if constexpr (Row::kConsumersCopyBias) {
         await_copies<0>();  // those of a block that the tile before does not visit
         __syncwarp();
         copy_bias(std::true_type{}, visits.block(visits.first()));
       }
     };
-    // Waits for the bias of a block, and gives its memory to the next. (Every block of every tile passes through the
-    // one buffer of the producers: its parity is that of a stage of K.)
+    // Waits for a block's bias. (All pass through the producers' one buffer: its parity is that of a stage of K.)
     auto await_bias = [&]() __attribute__((always_inline)) {
-      if constexpr (kProducersCopyBias) {
+      if constexpr (Row::kProducersCopyBias) {
         storage.bias.full[static_cast<unsigned>(thread_index_anew()) / 128 - 1].wait(k.stage & 1);
       } else {
         await_copies<0>();
@@ -369,7 +348,7 @@ struct Mma {
     };
     auto release_bias = [&]([[maybe_unused]] int visit) __attribute__((always_inline)) {
       __syncwarp();
-      if constexpr (kProducersCopyBias) {
+      if constexpr (Row::kProducersCopyBias) {
         if (cute::elect_one_sync()) {
           storage.bias.empty[static_cast<unsigned>(thread_index_anew()) / 128 - 1].arrive();
         }
@@ -383,7 +362,7 @@ struct Mma {
     auto add_biases = [&]([[maybe_unused]] auto ragged, int visit) __attribute__((always_inline)) {
       add_alibi_bias(visit);
       if constexpr (kAddsBias) {
-        if constexpr (kCopiesBias) {
+        if constexpr (Row::kCopiesBias) {
           if (is_copied(params)) {
             await_bias();
             Traits::WarpBias::template add<cute::max(1, Traits::kBiasAtATime / 2)>(
@@ -411,35 +390,52 @@ struct Mma {
     // What follows a product with K has what cap and ALiBi make of it in its place.
     auto modify = [&](auto ragged, int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
-        if (scalars.softcap.caps()) {
+        if (!kIsAlibi && scalars.softcap.caps()) {
           cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
         add_biases(ragged, visit);
       }
     };
-    // The same of a block that is exponentiated unseen: it has no additive bias. With ALiBi it is before the diagonal
-    // (alibi.hpp).
+    // With ALiBi alone, before the scores of a block that is exponentiated unseen: its parts (alibi.hpp).
+    auto begin_unseen = [&](int visit, auto& slope_terms, float(&references)[2]) __attribute__((always_inline)) {
+      if constexpr (kIsAlibi) {
+        int const column = thread_index_anew() & 3;
+        slope_terms(0) = column < 2 ? read_shared(storage.alibi_operands().slope[q.stage][column]) : 0;
+        slope_terms(1) = slope_terms(0);  // of the other row
+        add_alibi_of_rows(references, slope_of_tile(), scalars.scale_log2,
+                          own_row_anew() + diagonal() + 1 - (visits.block(visit) + 1) * Traits::kTileN);
+      }
+    };
+    auto issue_unseen = [&](auto const& slope_terms) __attribute__((always_inline)) {
+      if constexpr (kIsAlibi) {
+        auto const places = Traits::Places::of(storage.alibi_operands().places).stage(0);
+        issue_sum<typename Traits::MmaPlaces, MmaQK>(slope_terms, places, tSrQ.stage(q.stage), tSrK.stage(k.stage),
+                                                     tSrS);
+      } else {
+        issue_scores();
+      }
+    };
+    // Behind them: it has no additive bias. With ALiBi it is before the diagonal.
     auto modify_unseen = [&](int visit, float(&references)[2]) __attribute__((always_inline)) {
-      if constexpr (kModified) {
+      if constexpr (kIsAlibi) {
+        if (!alibi_falls_apart(slope_of_tile(), scalars.scale_log2)) {
+          add_alibi_bias(visit);
+        }
+      } else if constexpr (kModified) {
         if (scalars.softcap.caps()) {
           cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
         if (has_alibi(params)) {
-          float const slope = slope_of_tile();
           int const first_key = visits.block(visit) * Traits::kTileN + 2 * (thread_index_anew() & 3);
-          int const distance = own_row_anew() + diagonal() - first_key;
-          if (alibi_falls_apart(slope, scalars.scale_log2) && !wants_max_logits(params)) {
-            add_alibi_of_keys<Traits::kTileN>(tSrS, slope);
-            add_alibi_of_rows(references, slope * scalars.scale_log2, distance);
-          } else {
-            add_alibi<Traits::kTileN>(tSrS, slope, distance);
-          }
+          add_alibi_unseen<Traits::kTileN>(tSrS, slope_of_tile(), scalars.scale_log2,
+                                           own_row_anew() + diagonal() - first_key, wants_max_logits(params),
+                                           references);
         }
       }
     };
     // Behind the mask.
     auto see_largest = [&]() __attribute__((always_inline)) {
-      if constexpr (kModified) {
+      if constexpr (kModified && !kIsAlibi) {
         if (wants_max_logits(params)) {
           see_scores<Traits::kTileN>(tSrS, scale_of_scores(), own_row_anew, queries_of(scalars, storage.tile[q.stage]),
                                      storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
@@ -448,7 +444,7 @@ struct Mma {
     };
     // The same of a block that has been compared first of all: the references are its largest scores.
     auto see_references = [&]() __attribute__((always_inline)) {
-      if constexpr (kModified) {
+      if constexpr (kModified && !kIsAlibi) {
         auto const seen = [](float reference) { return reference == Softmax::kNoKey ? -INFINITY : reference; };
         see_rows(wants_max_logits(params), seen(softmax.reference[0]), seen(softmax.reference[1]), own_row_anew(),
                  queries_of(scalars, storage.tile[q.stage]),
@@ -458,9 +454,9 @@ struct Mma {
     // The K that it reads must not have been released. (Blocks that are not compared have no additive bias.)
     auto recompute_scores = [&](int visit) {
       Recompute<Traits>::scores(tSrS, storage.q[buffer_of(q.stage)], storage.k[k.stage],
-                                (kRenews ? self() : consumer) * Traits::kRowsApart);
+                                (Row::kRenews ? self() : consumer) * Traits::kRowsApart);
       if constexpr (kModified) {
-        if (scalars.softcap.caps()) {
+        if (!kIsAlibi && scalars.softcap.caps()) {
           cap_any<Traits::kCapsAtATime>(tSrS, scalars.softcap.factor_anew());
         }
         add_alibi_bias(visit);
@@ -481,7 +477,7 @@ struct Mma {
         return;
       }
       if (kMask != MaskClass::Full || band.seqlen_kv % Traits::kTileN != 0 ||
-          (Traits::kIsPacked && band.seqlen_kv == 0) || is_compared(params)) {
+          (Traits::kIsPacked && band.seqlen_kv == 0) || Row::is_compared(params)) {
         release_k();
         int const block = visits.block(visits.first());
         mask_block(visits.first());
@@ -491,13 +487,13 @@ struct Mma {
       } else if constexpr (!kAddsBias) {
         see_largest();
         // In a short tile the first block's weights are a good part of all: there a maximum is worth its time.
-        if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= kShort)) {
+        if (!softmax.first_block(tSrS, scalars.scale_log2, visits.count() <= Row::kShort)) {
           recompute_scores(first_visit());
           softmax.first_masked_block(tSrS, scalars.scale_log2, {{Traits::kTileN, Traits::kTileN}});
         }
         release_k();
       }
-      if constexpr (kRenews) {
+      if constexpr (Row::kRenews) {
         consumer = self();
       }
     };
@@ -519,8 +515,17 @@ struct Mma {
         listed_keys(kept, q.stage, k.stage);
       }
       note_listed_block();
+      [[maybe_unused]] Fragment<std::uint32_t, 4> slope_terms{};
+      [[maybe_unused]] float references[2] = {softmax.reference[0], softmax.reference[1]};
+      if constexpr (!decltype(masked)::value) {
+        begin_unseen(visit, slope_terms, references);
+      }
       Turns::wait(consumer);
-      issue_scores();
+      if constexpr (decltype(masked)::value) {
+        issue_scores();
+      } else {
+        issue_unseen(slope_terms);
+      }
       issue_output();
       Turns::pass(consumer);
       warpgroup_wait<1>();
@@ -556,7 +561,6 @@ struct Mma {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
         // is released before the wait, as its next copy takes long.
-        float references[2] = {softmax.reference[0], softmax.reference[1]};
         modify_unseen(visit, references);
         see_largest();
         float sums[2];
@@ -586,7 +590,7 @@ struct Mma {
 
     // Behind the scores of a tile's first block, at the place that the kernel has it in.
     auto begin_tile = [&](auto at_top) __attribute__((always_inline)) {
-      if constexpr (decltype(at_top)::value == kBeginsAtTop) {
+      if constexpr (decltype(at_top)::value == Row::kBeginsAtTop) {
         first_softmax();
         make_p();
         drop(first_visit());
@@ -659,7 +663,7 @@ struct Mma {
             step(std::false_type{}, visit);
           }
         }
-        if constexpr (kSettlesEarly) {
+        if constexpr (Row::kSettlesEarly) {
           softmax.settle();
           for (; visits.has(visit); visit = visits.template next<Traits::kWays>(visit)) {
             step(std::true_type{}, visit);
@@ -674,7 +678,7 @@ struct Mma {
           Turns::wait(consumer);
           issue_output();
           Turns::pass(consumer);
-          softmax.template finish<!kSettlesEarly>(sums, divisors);
+          softmax.template finish<!Row::kSettlesEarly>(sums, divisors);
           await_output();
           int const skipped = skipped_after();
           skip_k(skipped);
@@ -700,16 +704,12 @@ struct Mma {
 
       // The border: while this tile's last product runs, its rows are finished and the next tile is looked at; while
       // the next tile's first scores are computed, this tile's O is handed over.
-      // Two warpgroups keep the turn until both products are issued. Three pass it on between the two: each is faster
-      // so. Where blocks may be skipped, turns are passed in those too.
-      constexpr bool kKeepsTurn =
-          (kMask == MaskClass::Full || kIsListed) && Traits::kConsumers == 2 && !Traits::kScoresWait;
       if constexpr (Traits::kWritesOutput) {
         if (cute::elect_one_sync()) {
           storage.q_empty.arrive();
         }
       }
-      if constexpr (kModified) {
+      if constexpr (kModified && !kIsAlibi) {
         if (wants_max_logits(params)) {
           finish_max_logit(params, storage.tile[q.stage].head,
                            storage.modifiers.largest[static_cast<unsigned>(thread_index_anew()) / 32 - 4]);
@@ -717,7 +717,7 @@ struct Mma {
       }
       Turns::wait(consumer);
       issue_output();
-      if constexpr (!kKeepsTurn) {
+      if constexpr (!Row::kKeepsTurn) {
         Turns::pass(consumer);
       }
       float sums[2];
@@ -725,7 +725,7 @@ struct Mma {
       int skipped = skipped_after();
       int const buffer = q.stage;
       q.advance();
-      softmax.template finish<!kSettlesEarly>(sums, divisors);
+      softmax.template finish<!Row::kSettlesEarly>(sums, divisors);
       m_block = await_tile(q.stage, q.parity);
       // After the last tile the scores are those of whatever lies in the buffers: a branch between the two products and
       // the wait for the first would make ptxas serialise them.
@@ -759,10 +759,10 @@ struct Mma {
         storage.k_full[k.stage + consumer * Traits::kFullsApart].wait(k.parity);
       }
       issue_scores();
-      if constexpr (kKeepsTurn) {
+      if constexpr (Row::kKeepsTurn) {
         Turns::pass(consumer);
       }
-      if constexpr (kProducersCopyBias) {
+      if constexpr (Row::kProducersCopyBias) {
         consumer = self();  // or it would be kept in memory for what follows
       }
       Epilogue<Traits>::finish_rows(params, scalars, storage, buffer, consumer, softmax.reference, sums, divisors,

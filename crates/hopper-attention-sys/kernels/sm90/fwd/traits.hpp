@@ -13,6 +13,7 @@
 #include "common/tile_scheduler.hpp"
 #include "kernels.hpp"
 #include "sm90/element.hpp"
+#include "sm90/fwd/alibi.hpp"
 #include "sm90/listed.hpp"
 #include "sm90/table.hpp"
 #include "sm90/wgmma.hpp"
@@ -147,6 +148,14 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Columns of a bias that are read at a time, of eight each.
   static constexpr int kBiasAtATime = kHeadDimQK > 128 ? 1 : kHeadDimQK > 64 ? 4 : 8;
   static_assert(!kModified || kWays == 1, "tiles of modified scores are not shared");
+  // Whether the row has a kernel for ALiBi alone (AlibiTraits), whether these are its traits, and whether it computes a
+  // problem.
+  static constexpr bool kMayBeAlibi = kModified && !kIsListed && (kHeadDimQK == 64 || kHeadDimQK == 128);
+  static constexpr bool kIsAlibi = false;
+  static bool is_alibi(FwdParams const& params) {
+    return kMayBeAlibi && params.alibi.address != 0 && params.softcap == 0.0F && params.dropout.dropped == 0 &&
+           !has_bias(params) && params.max_logits.address == 0;
+  }
   // Above head dim 192 tiles leave little shared memory for it, and at 128 with the bias of a block beside them.
   static constexpr int kTableBytes = !kPacked                                          ? 0
                                      : kScoresWait || (kCopiesBias && kHeadDimQK > 64) ? 1024
@@ -173,6 +182,9 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
 
   using MmaQK = Wgmma<Element, float, kTileN>;
   using MmaPV = Wgmma<Element, float, kHeadDimVO>;
+  // What adds ALiBi's part of the keys (AlibiOperands).
+  using MmaPlaces = Wgmma<cutlass::bfloat16_t, float, kTileN>;
+  using Places = typename AlibiOperands<kTileN, kRecords>::Places;
   using SmemQ = SmemOperand<KMajorTile<Element, kTileM, kHeadDimQK, kSlabRowBytes>>;
   using SmemK = SmemOperand<KMajorTile<Element, kTileN, kHeadDimQK, kSlabRowBytes>>;
   using SmemV = SmemOperand<MnMajorTile<Element, kTileN, kHeadDimVO, kHeadDimVO, kSlabRowBytes>>;
@@ -196,13 +208,23 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   // Of the kernel that adds a bias: that of each warp's queries and the keys of its next block.
   using WarpBias = CopiedBias<kCopiesBias ? kTileN : kSlabColumns>;
   struct OfBias {
-    alignas(128) char rows[4 * kConsumers][WarpBias::kBytes];
+    // Where a bias is copied, the operands of the row's kernel for ALiBi alone lie here: it has no bias.
+    union {
+      alignas(128) char rows[4 * kConsumers][WarpBias::kBytes];
+      AlibiOperands<kTileN, kRecords> alibi;
+    };
   };
   struct OfProducedBias : OfBias {
     Mbarrier full[kConsumers];
     Mbarrier empty[kConsumers];
   };
+  // Elsewhere. (Other memory follows: memcheck takes the places, which a product reads twice, for twice as many.)
+  struct OfAlibi {
+    AlibiOperands<kTileN, kRecords> alibi;
+  };
+  struct NoAlibi {};  // (a base of its own type, so that it takes no room)
   struct SharedStorage : TableStorage<kTableBytes>,
+                         std::conditional_t<kMayBeAlibi && !kCopiesBias, OfAlibi, NoAlibi>,
                          std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
                          EntryStorage<kIsListed ? kStages : 0, kIsListed ? kTileN : kListedBlock> {
     alignas(1024) Element q[kBuffersQ][kElementsQ];  // Q of this tile and of the next ones; O goes over its dead Q
@@ -219,9 +241,25 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
     Mbarrier v_full[kFulls];
     Mbarrier v_empty[kStages];
     std::conditional_t<kModified, OfModifiers, Nothing> modifiers;
+
+    CUTE_DEVICE auto& alibi_operands() {
+      if constexpr (kCopiesBias) {
+        return bias.alibi;
+      } else {
+        return OfAlibi::alibi;
+      }
+    }
   };
   static constexpr int kSmemBytes = sizeof(SharedStorage);
   static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
+};
+
+// Of a row's kernel for ALiBi alone (alibi.hpp).
+template <class Traits>
+struct AlibiTraits : Traits {
+  static_assert(Traits::kMayBeAlibi);
+  static constexpr bool kDrops = false;
+  static constexpr bool kIsAlibi = true;
 };
 
 // Of a row's kernel for problems with an additive bias. With lists there are no registers for dropout beside it.
