@@ -89,7 +89,8 @@ struct Fp8Softmax {
     Weights::exponentiate(scores, factors, reference, offset, sums);
   }
   // What a reference of a row without keys makes does not suit. Nor does a NaN, where the weights' type makes one of
-  // what it cannot hold. Elsewhere the whole row is NaN then, whatever its reference.
+  // what it cannot hold. Elsewhere a NaN comes from the row's operands, and all of the row is NaN, whatever its
+  // reference. (But for a score of -inf, which takes a factor near the largest f32, in a row that had only such ones.)
   CUTE_DEVICE bool suits(float const (&sums)[2]) const {
     // Instructions that compare and combine in one. Spelt otherwise it takes one more register, for which ptxas
     // serialises the products of the row that splits tiles.
