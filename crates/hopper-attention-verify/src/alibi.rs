@@ -32,7 +32,7 @@ pub enum Alibi {
     Large,
     /// The standard ones with the other sign: the farthest keys have the largest scores. All batches share them.
     Negative,
-    /// From head to head and batch to batch: 0, 0.5, -0.25, 30, 1e-6.
+    /// From head to head and batch to batch: 0, 0.5, -0.25, 30, 1e-6, 1.25.
     Mixed,
 }
 
@@ -67,7 +67,7 @@ impl Alibi {
                 Self::PerBatch => standard * (1.0 + 0.25 * normal),
                 Self::Large => 8.0 * (1.0 + normal.abs()).min(8.0),
                 Self::Negative => -standard,
-                Self::Mixed => [0.0, 0.5, -0.25, 30.0, 1e-6][(batch + head) % 5],
+                Self::Mixed => [0.0, 0.5, -0.25, 30.0, 1e-6, 1.25][(batch + head) % 6],
             }
         };
         let batches = if per_batch { batch } else { 1 };

@@ -1,15 +1,17 @@
 //! ALiBi and maximum logits on a GPU: every row, dense and packed, both passes, long distances, garbage under the mask, outputs that
 //! no query writes.
 
-use std::collections::BTreeSet;
-
+use hopper_attention::reference::Tensor;
 use hopper_attention::{AlibiSlopes, Arch, BackwardProblem, Corner, DType, Device, KernelInfo, Mask, MaskClass};
 use hopper_attention_tests::alibi::{Alibi, cases, empty_sequences, garbage_in_scores, packed_cases};
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::problems::{Case, Grid};
 
-use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, planned_or_named, take};
+use crate::by_type::{
+    BACKWARD, FORWARD, fitting, judged, judged_backward, judged_backward_edited, judged_edited, modifying,
+    planned_or_named, take,
+};
 use crate::packed::packing_rows;
 use crate::{mask_of, with_dtype};
 
@@ -65,34 +67,67 @@ fn narrow(rows: Vec<KernelInfo>) -> impl Iterator<Item = KernelInfo> {
 fn long_distances_lose_no_bits() {
     let Some(gpu) = Gpu::open("long_distances_lose_no_bits") else { return };
     let far = Mask::Window { left: None, right: Some(0), corner: Corner::TopLeft };
-    for row in narrow(biasing(&gpu, gpu.modified_rows(), false)) {
-        for (seqlen_q, seqlen_kv, mask) in [
-            (3, 131_072, Mask::Full),
-            (3, 131_072, Mask::causal()),
-            (3, 131_072, Mask::window(Some(130_000), Some(0))),
-            // The last queries stand thousands of keys behind the last key.
-            (9000, 70, far),
-            (9000, 70, Mask::Full),
-        ] {
-            for alibi in [Alibi::Standard, Alibi::Negative] {
-                let case = Case::new(seqlen_q, seqlen_kv, 64, mask).heads(1, 4, 2).alibi(alibi).max_logits(true);
-                if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
-                    with_dtype!(row.dtype(), judged(&gpu, &row, &case));
-                }
+    let sizes = [
+        (3, 131_072, Mask::Full),
+        (3, 131_072, Mask::causal()),
+        (3, 131_072, Mask::window(Some(130_000), Some(0))),
+        // The last queries stand thousands of keys behind the last key.
+        (9000, 70, far),
+        (9000, 70, Mask::Full),
+    ];
+    let mut cases = Vec::new();
+    for (dim, (seqlen_q, seqlen_kv, mask)) in [64, 128].into_iter().flat_map(|dim| sizes.map(|size| (dim, size))) {
+        for alibi in [Alibi::Standard, Alibi::Negative] {
+            let case = Case::new(seqlen_q, seqlen_kv, dim, mask).heads(1, 4, 2).alibi(alibi);
+            // Twice, as half of them are f16. Without maximum logits it is the kernel for ALiBi alone, where a row has one.
+            cases.extend([true, true, false, false].map(|looks| case.clone().max_logits(looks)));
+        }
+    }
+    let equal = |row: &KernelInfo| row.head_dim_qk() == row.head_dim_vo() && row.head_dim_qk() <= 128;
+    let rows: Vec<_> = biasing(&gpu, gpu.modified_rows(), false).into_iter().filter(equal).collect();
+    take(&gpu, &rows, &cases, "forward with ALiBi over long distances", FORWARD);
+    let far = [(300, 9000, Mask::Full), (300, 9000, Mask::causal()), (9000, 70, Mask::Full)];
+    let mut cases = Vec::new();
+    for (dim, (seqlen_q, seqlen_kv, mask)) in [64, 128].into_iter().flat_map(|dim| far.map(|size| (dim, size))) {
+        for alibi in [Alibi::Standard, Alibi::Negative] {
+            let case = Case::new(seqlen_q, seqlen_kv, dim, mask).heads(1, 4, 2).alibi(alibi);
+            cases.extend([case.clone(), case]);
+        }
+    }
+    let rows = biasing(&gpu, gpu.modified_backward_rows(), true).into_iter().filter(equal).collect::<Vec<_>>();
+    take(&gpu, &rows, &cases, "backward with ALiBi over long distances", BACKWARD);
+}
+
+/// Softmax scales so large or small that no f32 holds a slope divided by them. Queries of zeros have scores of 0, and weights from the
+/// slopes alone. With the small scales so do those of normal numbers.
+#[test]
+fn extreme_scales_keep_the_slopes() {
+    let Some(gpu) = Gpu::open("extreme_scales_keep_the_slopes") else { return };
+    let zeros = |input: Input, tensor: &mut Tensor| {
+        if input == Input::Q {
+            (0..200).for_each(|query| (0..6).for_each(|head| tensor.row_mut(0, query, head).fill(0.0)));
+        }
+    };
+    let cases = |row: &KernelInfo| {
+        let case = Case::new(200, 290, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
+        let case = case.heads(1, 6, 2).alibi(Alibi::Mixed);
+        // (2^91 and 2^-91 are the first that a kernel for ALiBi alone is not given.)
+        [-110, -91, -90, 90, 91, 110]
+            .map(|exponent| (exponent, Case { scale: Some(2.0_f32.powi(exponent)), ..case.clone() }))
+    };
+    for row in biasing(&gpu, gpu.modified_rows(), false) {
+        for (exponent, case) in cases(&row) {
+            with_dtype!(row.dtype(), judged_edited(&gpu, &row, &case, zeros));
+            if exponent < 0 {
+                with_dtype!(row.dtype(), judged(&gpu, &row, &case));
             }
         }
     }
-    for row in narrow(biasing(&gpu, gpu.modified_backward_rows(), true)) {
-        let far = [(300, 9000, Mask::Full), (300, 9000, Mask::causal()), (9000, 70, Mask::Full)];
-        let dims = BTreeSet::from([64, row.head_dim_qk()]);
-        for ((seqlen_q, seqlen_kv, mask), dim) in
-            far.into_iter().flat_map(|case| dims.iter().map(move |&dim| (case, dim)))
-        {
-            for alibi in [Alibi::Standard, Alibi::Negative] {
-                let case = Case::new(seqlen_q, seqlen_kv, dim, mask).heads(1, 4, 2).alibi(alibi);
-                if row.mask() == hopper_attention::internal::mask_class(&case.problem(row.dtype())) {
-                    with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case));
-                }
+    for row in biasing(&gpu, gpu.modified_backward_rows(), true) {
+        for (exponent, case) in cases(&row) {
+            with_dtype!(row.dtype(), judged_backward_edited(&gpu, &row, &case, zeros));
+            if exponent < 0 {
+                with_dtype!(row.dtype(), judged_backward(&gpu, &row, &case));
             }
         }
     }
@@ -110,13 +145,15 @@ fn garbage_under_the_mask_reaches_no_biased_row() {
     }
 }
 
+/// With maximum logits and without: then it is the kernel for ALiBi alone, where a row has one.
 fn hidden(row: &KernelInfo) -> impl Iterator<Item = Case> + use<> {
-    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2).max_logits(true);
+    let case = Case::new(197, 290, row.head_dim_qk(), mask_of(row.mask())).heads(2, 6, 2);
     let case = case.head_dim_vo(row.head_dim_vo());
     let kinds = Alibi::ALL.into_iter().filter(|kind| !kind.is_none());
     Garbage::ALL.into_iter().zip(kinds.cycle()).flat_map(move |(garbage, alibi)| {
         let case = case.clone().alibi(alibi);
-        [Input::K, Input::V].map(|input| Case { values: Values::Garbage(input, garbage), ..case.clone() })
+        [(Input::K, true), (Input::K, false), (Input::V, true), (Input::V, false)]
+            .map(|(input, looks)| Case { values: Values::Garbage(input, garbage), ..case.clone().max_logits(looks) })
     })
 }
 

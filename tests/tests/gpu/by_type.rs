@@ -1,11 +1,12 @@
 //! Cases of both 16-bit types through rows of either pass: what the tests of score modifiers share.
 
+use hopper_attention::reference::Tensor;
 use hopper_attention::{
     BackwardProblem, DType, Device, Dims, Error, ForwardProblem, ForwardProblemBuilder, KernelInfo, MaskClass,
     Workspace, bf16, f16,
 };
 use hopper_attention_tests::backward;
-use hopper_attention_tests::data::Poison;
+use hopper_attention_tests::data::{Input, Poison};
 use hopper_attention_tests::gpu::{Gpu, OnDevice, backward as of_backward};
 use hopper_attention_tests::problems::{Case, Grid};
 use hopper_attention_tests::runner::{Prepared, Runner};
@@ -62,7 +63,12 @@ pub(crate) fn fitting(rows: &[KernelInfo], cases: Vec<Case>) -> Vec<Case> {
 
 /// One forward run of a case by a row, judged.
 pub(crate) fn judged<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
-    let prepared = Prepared::<T>::new(case);
+    judged_edited::<T>(gpu, row, case, |_, _| {});
+}
+
+/// The same of inputs that `edit` changes.
+pub(crate) fn judged_edited<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case, edit: impl Fn(Input, &mut Tensor)) {
+    let prepared = Prepared::<T>::edited(case, edit);
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = OnDevice::new(&gpu.stream, &prepared);
@@ -72,9 +78,19 @@ pub(crate) fn judged<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
     assert!(report.passed(), "{row}, {case}: {report}");
 }
 
-/// The same of gradients.
+/// One backward run of a case by a row, judged.
 pub(crate) fn judged_backward<T: Poison>(gpu: &Gpu, row: &KernelInfo, case: &Case) {
-    let prepared = backward::Prepared::<T>::new(case);
+    judged_backward_edited::<T>(gpu, row, case, |_, _| {});
+}
+
+/// The same of inputs that `edit` changes.
+pub(crate) fn judged_backward_edited<T: Poison>(
+    gpu: &Gpu,
+    row: &KernelInfo,
+    case: &Case,
+    edit: impl Fn(Input, &mut Tensor),
+) {
+    let prepared = backward::Prepared::<T>::edited(case, edit);
     let plan = prepared.problem.plan_with_row(&gpu.device, row).unwrap();
     let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).unwrap();
     let mut on_device = of_backward::OnDevice::new(&gpu.stream, &prepared);

@@ -21,8 +21,10 @@ use hopper_attention_tests::runner::{Outputs, Prepared, Ready, Runner, Verdict};
 use hopper_attention_tests::say;
 use rayon::prelude::*;
 
-/// The query: row 7 of the 16 from 80 on, the second warp of 64 rows.
-const QUERY: usize = 87;
+/// The first of 16 queries of one warp.
+const WARP: usize = 80;
+/// The query: the eighth of them.
+const QUERY: usize = WARP + 7;
 const HEAD: usize = 1;
 const QUERIES: usize = 200;
 
@@ -64,8 +66,8 @@ impl Content {
         matches!(self, Self::Nan | Self::Infinities)
     }
 
-    /// Operands whose query holds this. Factors stay as they are, so that the other queries do too.
-    fn put_into(self, operands: &Operands) -> Operands {
+    /// Operands whose `queries` hold this. Factors stay as they are, so that the other queries do too.
+    fn put_into(self, queries: &Range<usize>, operands: &Operands) -> Operands {
         let mut changed = operands.clone();
         let dims = operands.problem().dims();
         // Scores in f16 have no larger operands.
@@ -79,7 +81,7 @@ impl Content {
                 Self::Spike => E4M3::from_f32(f32::copysign(most, operands.stored()[1][key + column].to_f32())),
                 _ => continue,
             };
-            changed.put(0, [0, QUERY, HEAD, column], element);
+            queries.clone().for_each(|query| changed.put(0, [0, query, HEAD, column], element));
         }
         changed
     }
@@ -171,17 +173,23 @@ fn warp_of(row: &KernelInfo) -> Range<usize> {
 struct Counts([[usize; 3]; 6]);
 
 impl Counts {
-    /// Takes the rows that differ from those beside zeros. What is wrong with them, if anything is.
-    fn take(&mut self, content: Content, zeros: &Bits, bits: &Bits, allowed: &Allowed) -> Result<(), String> {
-        let own = [0, QUERY, HEAD];
+    /// Takes the rows that differ from those beside zeros. What is wrong with them, if anything is. `queries` are those with the content.
+    fn take(
+        &mut self,
+        content: Content,
+        queries: &Range<usize>,
+        zeros: &Bits,
+        bits: &Bits,
+        allowed: &Allowed,
+    ) -> Result<(), String> {
         let mut differing = zeros.differing(bits);
         let rows = differing.len();
-        differing.retain(|&row| row != own);
-        if rows == differing.len() {
-            return Err(format!("{content:?}: the row of the query is that of zeros"));
+        differing.retain(|&[batch, query, head]| [batch, head] != [0, HEAD] || !queries.contains(&query));
+        if rows - differing.len() < queries.len() {
+            return Err(format!("{content:?}: a row of {queries:?} is that of zeros"));
         }
         let count = &mut self.0[content as usize];
-        *count = [count[0] + 1, count[1] + zeros.rows().count() - 1, count[2] + differing.len()];
+        *count = [count[0] + 1, count[1] + zeros.rows().count() - queries.len(), count[2] + differing.len()];
         let wrong: Vec<_> = differing.into_iter().filter(|&row| !allowed.holds(row)).collect();
         match wrong.first() {
             Some(first) => {
@@ -270,7 +278,7 @@ fn forwards<T: Poison>(gpu: &Gpu, rows: &[KernelInfo], runner: &mut Runner, coun
                         let allowed = if content.is_nan() { Allowed::Nobody } else { Allowed::Warp(warp_of(row)) };
                         let verdict = run(prepared).and_then(|outputs| {
                             let bits = Bits::of(&outputs);
-                            counts.take(content, &zeros, &bits, &allowed)?;
+                            counts.take(content, &(QUERY..QUERY + 1), &zeros, &bits, &allowed)?;
                             if content.is_nan() {
                                 is_nan::<T>(&outputs).map(|()| Verdict::default())
                             } else {
@@ -304,7 +312,8 @@ fn other_bits_are_noticed() {
         let mut bits = zeros.clone();
         rows.iter().for_each(|&row| bits.lse[zeros.places(row).1] = 1);
         let mut counts = Counts::default();
-        counts.take(Content::Nan, &zeros, &bits, &allowed).map(|()| counts.0[Content::Nan as usize])
+        let queries = QUERY..QUERY + 1;
+        counts.take(Content::Nan, &queries, &zeros, &bits, &allowed).map(|()| counts.0[Content::Nan as usize])
     };
     let own = [0, QUERY, HEAD];
     let warp = || Allowed::Warp(80..96);
@@ -334,48 +343,52 @@ fn a_nan_in_one_query_changes_no_other_row() {
     runner.finish();
 }
 
-/// The same with e4m3 operands. But where a row has scores in f16, a NaN has everything computed again with scores in f32.
+/// The same with e4m3 operands, and with NaN in all of the warp's first eight queries: those of which a thread has the first of its two
+/// rows. But where a row has scores in f16, a NaN has everything computed again with scores in f32.
 #[test]
 fn a_query_of_e4m3_changes_no_row_of_another_warp() {
     let Some(gpu) = Gpu::open("a_query_of_e4m3_changes_no_row_of_another_warp") else { return };
     let rows = [gpu.all_fp8_rows(), gpu.listed_fp8_rows()].concat();
     let mut runner = Runner::new(&rows);
     let mut counts = Counts::default();
+    let changes = [(QUERY..QUERY + 1, &Content::E4M3[..]), (WARP..WARP + 8, &[Content::Zeros, Content::Nan][..])];
     for (i, row) in rows.iter().enumerate() {
         for case in cases(row) {
             let case = case.softcap(if row.needs_modifiers() { 30.0 } else { 0.0 });
             let options = case.options(DType::E4M3).scaling(Scaling::ALL[i % 3]);
             let drawn = Operands::of_case(&case, &for_row(options.build().expect("e4m3 operands"), row), None);
-            let prepare = |content: &Content| {
-                let operands = content.put_into(&drawn);
-                let expected = operands.expected();
-                (*content, operands, expected)
-            };
-            let all: Vec<_> = Content::E4M3.par_iter().with_max_len(1).map(prepare).collect();
-            for shares in 1..=row.most_shares().min(2) {
-                let plan = plan_with_shares(drawn.problem(), &gpu.device, row, shares).expect("a plan of the row");
-                let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
-                let mut zeros: Option<Bits> = None;
-                for (content, operands, expected) in &all {
-                    let on_device = Fp8OnDevice::new(&gpu.stream, operands);
-                    let allowed = match content {
-                        Content::Nan if row.scores() == DType::F16 => Allowed::Anybody,
-                        Content::Nan => Allowed::Nobody,
-                        _ => Allowed::Warp(warp_of(row)),
-                    };
-                    let ran = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None);
-                    let verdict = ran.and_then(|written| {
-                        let bits = Bits::of_written(&written, drawn.problem().o_shape());
-                        match &zeros {
-                            Some(zeros) => counts.take(*content, zeros, &bits, &allowed)?,
-                            None => bits.check_comparison(),
-                        }
-                        zeros.get_or_insert(bits);
-                        let (o, lse) = written.output(drawn.problem());
-                        Ok(Verdict::from(&expected.check(&o, Some(&lse)).expect("matching shapes")))
-                    });
-                    let named = |why| Verdict::failed(format!("{plan}: {why}"));
-                    runner.take(i, &case, DType::E4M3, verdict.unwrap_or_else(named));
+            for (queries, contents) in &changes {
+                let prepare = |content: &Content| {
+                    let operands = content.put_into(queries, &drawn);
+                    let expected = operands.expected();
+                    (*content, operands, expected)
+                };
+                let all: Vec<_> = contents.par_iter().with_max_len(1).map(prepare).collect();
+                for shares in 1..=row.most_shares().min(2) {
+                    let plan = plan_with_shares(drawn.problem(), &gpu.device, row, shares).expect("a plan of the row");
+                    let mut workspace = Workspace::alloc(&gpu.lane(), plan.workspace_bytes()).expect("device memory");
+                    let mut zeros: Option<Bits> = None;
+                    for (content, operands, expected) in &all {
+                        let on_device = Fp8OnDevice::new(&gpu.stream, operands);
+                        let allowed = match content {
+                            Content::Nan if row.scores() == DType::F16 => Allowed::Anybody,
+                            Content::Nan => Allowed::Nobody,
+                            _ => Allowed::Warp(warp_of(row)),
+                        };
+                        let ran = on_device.run::<bf16>(&gpu.stream, &mut workspace, &plan, None);
+                        let verdict = ran.and_then(|written| {
+                            let bits = Bits::of_written(&written, drawn.problem().o_shape());
+                            match &zeros {
+                                Some(zeros) => counts.take(*content, queries, zeros, &bits, &allowed)?,
+                                None => bits.check_comparison(),
+                            }
+                            zeros.get_or_insert(bits);
+                            let (o, lse) = written.output(drawn.problem());
+                            Ok(Verdict::from(&expected.check(&o, Some(&lse)).expect("matching shapes")))
+                        });
+                        let named = |why| Verdict::failed(format!("{plan}: {why}"));
+                        runner.take(i, &case, DType::E4M3, verdict.unwrap_or_else(named));
+                    }
                 }
             }
         }

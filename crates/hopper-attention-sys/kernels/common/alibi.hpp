@@ -34,6 +34,14 @@ CUTE_DEVICE bool has_alibi(Params const& params) {
   return params.alibi.address != 0;
 }
 
+// Whether there is ALiBi and nothing else that modifies scores or weights, and the softmax scale is such that a slope
+// in the unit of a product, and its parts, are neither flushed to 0 nor infinite.
+template <class Params>
+CUTE_HOST_DEVICE bool has_alibi_alone(Params const& params) {
+  return params.alibi.address != 0 && params.softcap == 0.0F && params.dropout.dropped == 0 && !has_bias(params) &&
+         params.softmax_scale >= 0x1p-90F && params.softmax_scale <= 0x1p90F;
+}
+
 CUTE_DEVICE float slope_of_head(TensorDesc const& slopes, int batch, int head) {
   return __ldg(reinterpret_cast<float const*>(slopes.address) + batch * slopes.stride_batch +
                head * slopes.stride_head);

@@ -11,8 +11,8 @@
 // - Any other block is exponentiated unseen: no maximum of its scores is taken first. A tile's first block takes 0 as
 //   the reference, a later block the reference of the block before.
 //
-// The sum of an unseen block shows whether its reference suited it. If not (or if there is no reference yet, or a NaN),
-// the scores are computed again and their maximum is taken. That is rare. In all other blocks it saves the maximum, its
+// The sum of an unseen block shows whether its reference suited it. If not (or if there is no reference yet), the
+// scores are computed again and their maximum is taken. That is rare. In all other blocks it saves the maximum, its
 // shuffles and their latency.
 #pragma once
 

@@ -6,18 +6,19 @@
 //     -slope (i + diagonal - j) = -slope (i - i0) + slope (j - j0) - slope (i0 + diagonal - j0)
 //
 // Here i0 is the block's first query, and j0 the warpgroup's first key. S begins with the first term, which depends on
-// the query alone, and with -LSE (Statistics in traits.hpp). The other two depend on the key. Keys are the rows of S^T,
-// of which a thread has two. So they are one addend for each of the two rows. Before the exponential a score is
-// multiplied by scale * log2(e): that multiplication becomes a multiply-add.
+// the query alone, and with -LSE (Statistics in traits.hpp). Where all keys are far from the block, their least
+// distance moves from the last term to the first (alibi_gap): so S is small there, although the LSE is large. The other
+// two depend on the key. Keys are the rows of S^T, of which a thread has two. So they are one addend for each of the
+// two rows. Before the exponential a score is multiplied by scale * log2(e): that multiplication becomes a
+// multiply-add.
 //
 // Behind the diagonal all three terms have the other sign. S holds the first one already. So twice that term is
 // subtracted: what is the same for the thread's whole row in the addend, the rest from each score. In a block on the
 // diagonal each pair behind it gets its difference.
 //
-// The terms are larger than the bias, and so are their errors. So this is for heads with |slope * log2(e)| <= 2. The
-// query's term is below 254 in powers of two then, and has 24 bits. Of other heads the bias is added score by score. In
-// either case S begins with -LSE. Where that is in the thousands, as of queries that are far from all keys, its own
-// last bits count, as they do without ALiBi.
+// The terms are larger than the bias, and so are their errors. So this is for heads with |slope * log2(e)| <= 2. But
+// for the least distance, the query's term is below 254 in powers of two then, and has 24 bits. Of other heads the bias
+// is added score by score. S begins with -LSE alone then, whose last bits count where it is in the thousands.
 #pragma once
 
 #include <cute/numeric/math.hpp>

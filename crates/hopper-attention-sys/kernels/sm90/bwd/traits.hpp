@@ -187,9 +187,7 @@ struct BwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kMayBeAlibi = !kIsListed;
   static constexpr bool kIsAlibi = false;
   CUTE_HOST_DEVICE static bool is_alibi(BwdParams const& params) {
-    return kMayBeAlibi && params.alibi.address != 0 && params.softcap == 0.0F && params.dropout.dropped == 0 &&
-           !has_bias(params) && params.cluster <= 1 && params.softmax_scale >= 0x1p-90F &&
-           params.softmax_scale <= 0x1p90F;
+    return kMayBeAlibi && has_alibi_alone(params) && params.cluster <= 1;
   }
   // In that kernel S of a query begins with the bias of so many keys, beside -LSE. `query` may be past the end. The
   // sequence has `keys`, and its query 0 stands at `diagonal`.

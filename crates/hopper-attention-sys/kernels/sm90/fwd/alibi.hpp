@@ -8,8 +8,8 @@
 //
 // Kernels for ALiBi alone (AlibiTraits) leave the second part to the tensor cores: a product of one k-step more, of the
 // slope in three bf16 terms (24 bits) and of the keys' places, which bf16 holds exactly. The tensor cores cut off what
-// does not fit beside the largest term. So places are counted from the block's last key, -127 to 0: a key near the
-// diagonal has a small term, and a key with a large term has a small weight.
+// does not fit beside the largest term. So places are counted from the block's last key, and are 0 or less: a key near
+// the diagonal has a small term, and a key with a large term has a small weight.
 #pragma once
 
 #include <cutlass/bfloat16.h>

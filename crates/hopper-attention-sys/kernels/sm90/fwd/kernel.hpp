@@ -33,6 +33,9 @@
 // ALiBi (common/alibi.hpp), by the mask, and by a look for the largest score (common/max_logits.hpp), each where it is
 // asked for. Their tiles are not shared.
 //
+// Such rows of head dims 64 and 128, but for class Blocks, have two kernels more for ALiBi and no other modifier
+// (alibi.hpp), one of them for sequences whose lengths the device knows. Its operands take 2 KB of shared memory.
+//
 // Such rows of class Window have two kernels more, for problems with an additive bias and any mask (common/bias.hpp):
 // one of them for sequences whose lengths the device knows. All of their blocks are compared with what came before: no
 // block says what the bias of the next one is. (In one kernel with the others they would spill.) Rows of class Blocks

@@ -409,8 +409,8 @@ struct Mma {
     auto issue_unseen = [&](auto const& slope_terms) __attribute__((always_inline)) {
       if constexpr (kIsAlibi) {
         auto const places = Traits::Places::of(storage.alibi_operands().places).stage(0);
-        issue_sum<typename Traits::MmaPlaces, MmaQK>(slope_terms, places, tSrQ.stage(q.stage), tSrK.stage(k.stage),
-                                                     tSrS);
+        issue_sum<typename Traits::MmaPlaces, MmaQK>(slope_terms, places, tSrQ.stage(buffer_of(q.stage)),
+                                                     tSrK.stage(k.stage), tSrS);
       } else {
         issue_scores();
       }

@@ -153,8 +153,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kMayBeAlibi = kModified && !kIsListed && (kHeadDimQK == 64 || kHeadDimQK == 128);
   static constexpr bool kIsAlibi = false;
   static bool is_alibi(FwdParams const& params) {
-    return kMayBeAlibi && params.alibi.address != 0 && params.softcap == 0.0F && params.dropout.dropped == 0 &&
-           !has_bias(params) && params.max_logits.address == 0;
+    return kMayBeAlibi && has_alibi_alone(params) && params.max_logits.address == 0;
   }
   // Above head dim 192 tiles leave little shared memory for it, and at 128 with the bias of a block beside them.
   static constexpr int kTableBytes = !kPacked                                          ? 0
@@ -222,7 +221,7 @@ struct FwdTraits : RowTraits<Arch::Sm90, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   struct OfAlibi {
     AlibiOperands<kTileN, kRecords> alibi;
   };
-  struct NoAlibi {};  // (a base of its own type, so that it takes no room)
+  struct NoAlibi {};  // (a base of its own type, so that it takes no memory)
   struct SharedStorage : TableStorage<kTableBytes>,
                          std::conditional_t<kMayBeAlibi && !kCopiesBias, OfAlibi, NoAlibi>,
                          std::conditional_t<kWritesOutput, OneBuffer, Nothing>,
