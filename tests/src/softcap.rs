@@ -4,6 +4,8 @@ use hopper_attention::BackwardProblem;
 use hopper_attention::reference::{BackwardPlain, Tensor};
 use hopper_attention_verify::case::random::{CAPS, capped};
 
+use crate::data::Values;
+use crate::inputs::Class;
 use crate::modifiers::{PACKINGS, SIZES, dense, masks, of_other_masks, packed, packed_of_other_masks};
 use crate::mutations::places;
 use crate::problems::{Case, Grid};
@@ -52,6 +54,24 @@ pub fn packed_cases(grid: Grid) -> Vec<Case> {
     cases.extend(packed_of_other_masks(CAPS.into_iter(), grid.pick(&[64][..], &[64, 128]), |turn, case, cap| {
         capped(case, (cap, turn % 7 < 4))
     }));
+    cases
+}
+
+/// Rows of many blocks whose scores change from block to block: near the cap where the last keys are and far from it where the first ones
+/// are (a forward goes from the last to the first), the other way round, and large ones anywhere.
+pub fn changing_cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let [near_to_far, far_to_near] = [(40, 0), (0, 40)].map(|(first, last)| Values::Sloped { first, last });
+    let below = Values::Sloped { first: -40, last: 0 };
+    let values = [near_to_far, far_to_near, below, Values::Like(Class::Peaky), Values::Like(Class::Late)];
+    for (head_dim, mask) in [64, 96, 128, 192, 256].into_iter().flat_map(|dim| masks().map(|mask| (dim, mask))) {
+        for values in values {
+            for cap in [15.0, 50.0] {
+                let case = Case::new(150, 1100, head_dim, mask).heads(1, 2, 1).softcap(cap);
+                cases.push(Case { values, ..case });
+            }
+        }
+    }
     cases
 }
 

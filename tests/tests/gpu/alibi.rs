@@ -112,7 +112,7 @@ fn extreme_scales_keep_the_slopes() {
         let case = Case::new(200, 290, row.head_dim_qk(), mask_of(row.mask())).head_dim_vo(row.head_dim_vo());
         let case = case.heads(1, 6, 2).alibi(Alibi::Mixed);
         // (2^91 and 2^-91 are the first that a kernel for ALiBi alone is not given.)
-        [-110, -91, -90, 90, 91, 110]
+        [-100, -91, -90, 90, 91, 100]
             .map(|exponent| (exponent, Case { scale: Some(2.0_f32.powi(exponent)), ..case.clone() }))
     };
     for row in biasing(&gpu, gpu.modified_rows(), false) {
@@ -123,7 +123,9 @@ fn extreme_scales_keep_the_slopes() {
             }
         }
     }
-    for row in biasing(&gpu, gpu.modified_backward_rows(), true) {
+    // (sm80 kernels make dS of the rounded P, so that queries with equal weights share an error. They have none for ALiBi alone.)
+    let hopper = |row: &KernelInfo| row.arch() == Arch::Sm90;
+    for row in biasing(&gpu, gpu.modified_backward_rows(), true).into_iter().filter(hopper) {
         for (exponent, case) in cases(&row) {
             with_dtype!(row.dtype(), judged_backward_edited(&gpu, &row, &case, zeros));
             if exponent < 0 {

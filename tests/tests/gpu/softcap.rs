@@ -5,7 +5,7 @@ use hopper_attention_tests::case::random::CAPS;
 use hopper_attention_tests::data::{Garbage, Input, Values};
 use hopper_attention_tests::gpu::Gpu;
 use hopper_attention_tests::problems::{Case, Grid};
-use hopper_attention_tests::softcap::{cases, packed_cases};
+use hopper_attention_tests::softcap::{cases, changing_cases, packed_cases};
 
 use crate::by_type::{BACKWARD, FORWARD, fitting, judged, judged_backward, modifying, planned_or_named, take};
 use crate::e4m3::take_e4m3;
@@ -22,6 +22,16 @@ fn every_row_takes_a_softcap() {
     let Some(gpu) = Gpu::open("every_row_takes_a_softcap") else { return };
     let rows = capping(&gpu, gpu.modified_rows(), false);
     take(&gpu, &rows, &cases(Grid::from_env()), "forward with softcap", FORWARD);
+}
+
+/// A kernel expects of a block what it has seen in the one before, and computes it again where that was wrong.
+#[test]
+fn scores_may_change_from_block_to_block() {
+    let Some(gpu) = Gpu::open("scores_may_change_from_block_to_block") else { return };
+    let rows = capping(&gpu, gpu.modified_rows(), false);
+    // Twice, as half of them are f16.
+    let cases: Vec<_> = changing_cases().into_iter().flat_map(|case| [case.clone(), case]).collect();
+    take(&gpu, &rows, &cases, "forward with a softcap and scores that change", FORWARD);
 }
 
 #[test]

@@ -36,7 +36,16 @@ CUTE_DEVICE std::uint32_t pack_pair(float low, float high) {
   return packed;
 }
 
-// And back.
+// All pairs of a thread's f32.
+template <class Element, class Floats, class Pairs>
+CUTE_DEVICE void pack_pairs(Floats const& floats, Pairs& pairs) {
+  CUTE_UNROLL
+  for (int i = 0; i < pairs.size(); ++i) {
+    pairs(i) = pack_pair<Element>(floats(2 * i), floats(2 * i + 1));
+  }
+}
+
+// A pair back.
 template <class Element>
 CUTE_DEVICE float2 unpack_pair(std::uint32_t packed) {
   if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {

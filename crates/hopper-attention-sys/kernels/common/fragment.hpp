@@ -33,6 +33,15 @@ CUTE_DEVICE void clear(Fragment<Element, kCount, kStrips>& fragment) {
   }
 }
 
+// Multiplies the two rows of an accumulator of a thread: of each four elements, two are of each row.
+template <int kCount>
+CUTE_DEVICE void multiply_rows(Fragment<float, kCount>& sums, float const (&factors)[2]) {
+  CUTE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    sums(i) *= factors[i / 2 % 2];
+  }
+}
+
 // The same registers as elements of another type.
 template <class To, class From, int kCount>
 CUTE_DEVICE Fragment<To, kCount * sizeof(From) / sizeof(To)>& recast(Fragment<From, kCount>& fragment) {

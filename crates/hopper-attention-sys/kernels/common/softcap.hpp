@@ -16,13 +16,18 @@
 // it has. If it is near, the warp computes nothing but polynomials, of the product q k itself (Softcap::terms). Else
 // each score has both forms, and takes the one that is right. Some kernels have no registers for all of this:
 //
-// - forward, sm90 above head dim 128, and sm80: each score has both forms. No warp looks.
+// - forward, sm90 above head dim 128 or with a window above 64, and sm80: each score has both forms. No warp looks.
 // - backward, sm90: a warp looks. Unless all scores are near, all have the far form.
 // - backward, sm80: the far form alone. A score is off by up to 3e-7 of the cap.
+//
+// The forward on sm90 goes further, in blocks that are exponentiated unseen and that nothing else looks at: it takes
+// all scores for near, and exponentiates them at once (unseen_capped_block in sm90/fwd/softmax.hpp). If one was far,
+// the block is computed again, and the rest of the tile as above.
 //
 // What is no number stays what it is: t of NaN is NaN, t of inf is 1, and of -inf is -1.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cute/config.hpp>
 
@@ -44,6 +49,9 @@ struct Softcap {
   float inner;     // softmax_scale / cap: y is so many times the product q k. 0: scores are not capped
   float most;      // a product is near up to this magnitude. Below 0: the terms do not serve
   float terms[3];  // t = p (inner + p^2 (terms[0] + p^2 (terms[1] + p^2 terms[2]))) of a near product p
+  // The same polynomial times cap log2(e): that of a score in powers of two. `inner` is the first.
+  float in_log2[4];
+  float most_square;  // of `most`; below 0: the terms do not serve
 
   CUTE_HOST_DEVICE bool caps() const { return inner != 0.0F; }
 
@@ -83,6 +91,13 @@ struct Softcap {
     softcap.terms[2] = count > 2 ? static_cast<float>(kTanhA3 * inner * square * square * square) : 0.0F;
     // (Of products up to 2^60 the square does not overflow.)
     softcap.most = !small ? -1.0F : static_cast<float>(near / inner < 0x1p60 ? near / inner : 0x1p60);
+    double const factor = static_cast<double>(cap) * static_cast<double>(kLog2E);
+    softcap.in_log2[0] = static_cast<float>(inner * factor);
+    softcap.in_log2[1] = count > 0 ? static_cast<float>(kTanhA1 * inner * square * factor) : 0.0F;
+    softcap.in_log2[2] = count > 0 ? static_cast<float>(kTanhA2 * inner * square * square * factor) : 0.0F;
+    softcap.in_log2[3] = count > 2 ? static_cast<float>(kTanhA3 * inner * square * square * square * factor) : 0.0F;
+    bool const finite = fabsf(softcap.in_log2[0]) <= FLT_MAX && fabsf(softcap.in_log2[3]) <= FLT_MAX;
+    softcap.most_square = finite ? softcap.most * fabsf(softcap.most) : -1.0F;
     return softcap;
   }
 };
@@ -201,17 +216,19 @@ CUTE_DEVICE bool all_near(Scores const& scores, float most_near) {
   return __ballot_sync(0xffffffffU, !near) == 0;
 }
 
-// The products of a warp: the whole warp comes here. kNear: whether it looks for scores that are all near.
+// The products of a warp: the whole warp comes here. kNear: whether it looks for scores that are all near. The result:
+// whether they are, or are not looked at.
 template <bool kNear, int kAtATime, class Scores>
-CUTE_DEVICE void cap_scores(Scores& scores, Softcap const& softcap) {
+CUTE_DEVICE bool cap_scores(Scores& scores, Softcap const& softcap) {
   if (kNear && all_near(scores, softcap.most)) {
     CUTE_UNROLL
     for (int i = 0; i < scores.size(); ++i) {
       scores(i) = capped_near(scores(i), softcap);
     }
-  } else {
-    cap_any<kAtATime>(scores, softcap.factor_anew());
+    return true;
   }
+  cap_any<kAtATime>(scores, softcap.factor_anew());
+  return !kNear;
 }
 
 }  // namespace hattn

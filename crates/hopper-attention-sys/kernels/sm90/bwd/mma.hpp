@@ -28,6 +28,7 @@
 #include "common/mask.hpp"
 #include "common/memory.hpp"
 #include "common/scalars.hpp"
+#include "common/shared.hpp"
 #include "common/softcap.hpp"
 #include "common/softmax.hpp"
 #include "common/thread.hpp"
@@ -187,11 +188,7 @@ struct BwdMma {
     auto slope_of_block = [&]() __attribute__((always_inline)) {
       float slope = 0.0F;
       if constexpr (kModified) {
-        std::uint32_t word;
-        asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(word)
-                     : "r"(cute::cast_smem_ptr_to_uint(&storage.modifiers.slope_or_head[ring.stage]))
-                     : "memory");
+        std::uint32_t const word = read_word(storage.modifiers.slope_or_head[ring.stage]);
         slope = Traits::kIsPacked ? __uint_as_float(word)
                                   : alibi_slope(params.alibi, storage.tile[k.stage].batch, static_cast<int>(word),
                                                 scalars.scale_log2);
@@ -252,9 +249,8 @@ struct BwdMma {
         hide_queries(tS, left - 2 * (thread_in_group_anew(thread_in_group) % 4), kMasked);
       }
     };
-    // What becomes of scores: nothing (they have a bias, if any), or the cap. Then they are all near (or masked), or of
-    // any size, or they get a bias, too.
-    enum class Form { Plain, Near, Far, FarWithBias };
+    // Scores: without a cap; all near; all near or masked; of any size; of any size, with a bias behind the cap.
+    enum class Form { Plain, Near, NearOrMasked, Far, FarWithBias };
     // P of a block goes to its operand, and P (1 - t^2) is left in tS.
     auto modified_block = [&](auto form) __attribute__((always_inline)) {
       constexpr Form kForm = decltype(form)::value;
@@ -288,9 +284,9 @@ struct BwdMma {
           CUTE_UNROLL
           for (int c = 0; c < 2; ++c) {
             float& score = tS(4 * i + 2 * r + c);
-            bool const masked = score == kMasked;
+            bool const masked = kForm != Form::Near && score == kMasked;
             CappedScore capped{score, 1.0F};
-            if constexpr (kForm == Form::Near) {
+            if constexpr (kForm == Form::Near || kForm == Form::NearOrMasked) {
               capped = CappedScore::near(masked ? 0.0F : score, scalars.softcap);
             } else if constexpr (kForm != Form::Plain) {
               capped = CappedScore::far(score * inner);
@@ -298,8 +294,7 @@ struct BwdMma {
             if constexpr (kForm == Form::FarWithBias) {
               capped.t = fmaf(fabsf(first[r] - static_cast<float>(8 * i + c)), -slope, capped.t);
             }
-            // (A bias has brought it to powers of two.)
-            float const scale_log2 = Traits::kAddsBias ? 1.0F : scalars.scale_log2;
+            float const scale_log2 = Traits::kAddsBias ? 1.0F : scalars.scale_log2;  // (a bias has scaled them)
             p[c] = exp2_approx(fmaf(capped.t, scale_log2, minus_lse[c]));
             p[c] = masked ? 0.0F : p[c];
             score = p[c] * capped.slope;
@@ -308,6 +303,7 @@ struct BwdMma {
         }
       }
     };
+    // The result: whether there may be masked pairs.
     auto mask_scores = [&]() __attribute__((always_inline)) {
       if constexpr (kIsListed) {
         ListedStep const listed = storage.step[ring.stage];
@@ -316,15 +312,17 @@ struct BwdMma {
           hide_listed<kM, kM>(tS, listed, 0, band, n_block_of_step() * kN, warp_row(thread) + thread % 32 / 4,
                               2 * (thread % 4), kMasked);
         }
-        return;
+        return listed.marks != 0;
       }
       int const m_block = visits.block(visit);
       int const n_of_step = n_block_of_step();
-      if (!is_free<kMask, kM, kN>(band, m_block, n_of_step)) {
+      bool const may_be_masked = !is_free<kMask, kM, kN>(band, m_block, n_of_step);
+      if (may_be_masked) {
         int const thread = thread_in_group_anew(thread_in_group);
         apply_mask_transposed<kMask, kM>(tS, band, n_of_step * kN + warp_row(thread) + thread % 32 / 4,
                                          m_block * kM + 2 * (thread % 4), kMasked);
       }
+      return may_be_masked;
     };
     // Where the warp's dS of the block goes. Before, its bias or its random numbers are there.
     auto d_s_of = [&](int row) __attribute__((always_inline)) {
@@ -489,14 +487,16 @@ struct BwdMma {
           add_alibi<kM>(tS, slope_of_block(), distance_of_thread());
         }
         add_bias();
-        mask_scores();
+        bool const may_be_masked = mask_scores();
         hide_past_queries();
         if (!caps) {
           modified_block(std::integral_constant<Form, Form::Plain>{});
         } else if (has_alibi(params)) {
           modified_block(std::integral_constant<Form, Form::FarWithBias>{});
-        } else if (near) {
+        } else if (near && !may_be_masked) {
           modified_block(std::integral_constant<Form, Form::Near>{});
+        } else if (near) {
+          modified_block(std::integral_constant<Form, Form::NearOrMasked>{});
         } else {
           modified_block(std::integral_constant<Form, Form::Far>{});
         }

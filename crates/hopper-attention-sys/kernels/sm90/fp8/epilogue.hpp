@@ -38,10 +38,7 @@ struct Fp8Epilogue {
       }
       row_sum[r] = isnan(sink) ? sink : row_sum[r];
     }
-    CUTE_UNROLL
-    for (int i = 0; i < output.size(); ++i) {
-      output(i) *= factors[i / 2 % 2];
-    }
+    multiply_rows(output, factors);
     if (params.amax != nullptr) {
       // Magnitudes compare as their bits do, and a NaN is the largest.
       unsigned largest = 0;

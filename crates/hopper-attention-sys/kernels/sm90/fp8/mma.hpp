@@ -48,7 +48,7 @@ struct Fp8Mma {
   using Weights =
       cute::conditional_t<Traits::kScores == Scores::F16, WeightsF16<Traits::kTileN, Traits::kPolynomialEvery>,
                           WeightsF32<Traits::kTileN, Traits::kColumnsAhead>>;
-  using Softmax = Fp8Softmax<Weights, Traits::kLooksFirst>;
+  using Softmax = Fp8Softmax<Weights, Traits::kLooksFirst, Traits::kNanLooks>;
   using Split = Fp8Split<Traits>;
   using Turns = sm90::Turns<Traits::kConsumers, Traits::kTurns, Traits::kTurns>;
   static constexpr MaskClass kMask = Traits::kMask;
@@ -396,10 +396,7 @@ struct Fp8Mma {
   }
 
   CUTE_DEVICE void rescale_output(float const (&rescale)[2]) {
-    CUTE_UNROLL
-    for (int i = 0; i < kElementsO; ++i) {
-      tOrO(i) *= rescale[i / 2 % 2];
-    }
+    multiply_rows(tOrO, rescale);
     divisor[0] *= rescale[0];
     divisor[1] *= rescale[1];
   }

@@ -22,17 +22,8 @@
 
 namespace hattn::sm90 {
 
-// What follows a comparison's name in PTX. Unordered: it holds where there is a NaN.
-template <bool kUnordered>
-struct Comparison {
-  static constexpr char kText[] = "";
-};
-template <>
-struct Comparison<true> {
-  static constexpr char kText[] = "u";
-};
-
-template <class Weights, bool kLooksFirst>
+// kNanLooks: whether a warp goes on looking where the first row's sum is NaN.
+template <class Weights, bool kLooksFirst, bool kNanLooks>
 struct Fp8Softmax {
   // Log2 of a row's largest weight where the true maximum is taken. A lane's sum of its weights, 32 at most, is then
   // below kMost.
@@ -79,12 +70,12 @@ struct Fp8Softmax {
     exact_block(scores, factors, {false, false}, rescale, sums);
     if (!all(rescale[0] == 1.0F, rescale[1] == 1.0F)) {
       float const scaled = negligible[0] * rescale[0];
-      negligible[0] = kLooksFirst ? copysignf(scaled, negligible[0]) : scaled;
+      negligible[0] = kNanLooks ? copysignf(scaled, negligible[0]) : scaled;
       negligible[1] *= rescale[1];
       rescale_output(rescale);
     }
     if constexpr (kLooksFirst) {
-      // The sign stays, of a NaN too. (Arithmetic gives a NaN without one.)
+      // The sign stays. (Arithmetic gives a NaN without one.)
       int const sign = __float_as_int(negligible[0]) & INT_MIN;
       negligible[0] = fabsf(negligible[0]);
       add(sums);
@@ -104,22 +95,38 @@ struct Fp8Softmax {
   // reference: the comparisons are unordered.
   CUTE_DEVICE bool suits(float const (&sums)[2]) const {
     // Instructions that compare and combine in one. Spelt otherwise it takes one more register, for which ptxas
-    // serialises the products of the row that splits tiles.
+    // serialises the products of the row that splits tiles. (With one text for both, and "u" as an operand, it did
+    // so in five kernels.)
     int rows;
-    asm("{\n"
-        ".reg .pred a, b;\n"
-        "setp.ge.f32 a, %1, %5;\n"
-        "setp.ge.f32 b, %2, %5;\n"
-        "setp.le%7.or.f32 a, %1, %3, a;\n"
-        "setp.le%7.or.f32 b, %2, %4, b;\n"
-        "setp.lt%7.and.f32 a, %1, %6, a;\n"
-        "setp.lt%7.and.f32 b, %2, %6, b;\n"
-        "and.pred a, a, b;\n"
-        "selp.s32 %0, 1, 0, a;\n"
-        "}\n"
-        : "=r"(rows)
-        : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost),
-          "C"(Comparison<Weights::kNanIsOfRow>::kText));
+    if constexpr (Weights::kNanIsOfRow) {
+      asm("{\n"
+          ".reg .pred a, b;\n"
+          "setp.ge.f32 a, %1, %5;\n"
+          "setp.ge.f32 b, %2, %5;\n"
+          "setp.leu.or.f32 a, %1, %3, a;\n"
+          "setp.leu.or.f32 b, %2, %4, b;\n"
+          "setp.ltu.and.f32 a, %1, %6, a;\n"
+          "setp.ltu.and.f32 b, %2, %6, b;\n"
+          "and.pred a, a, b;\n"
+          "selp.s32 %0, 1, 0, a;\n"
+          "}\n"
+          : "=r"(rows)
+          : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost));
+    } else {
+      asm("{\n"
+          ".reg .pred a, b;\n"
+          "setp.ge.f32 a, %1, %5;\n"
+          "setp.ge.f32 b, %2, %5;\n"
+          "setp.le.or.f32 a, %1, %3, a;\n"
+          "setp.le.or.f32 b, %2, %4, b;\n"
+          "setp.lt.and.f32 a, %1, %6, a;\n"
+          "setp.lt.and.f32 b, %2, %6, b;\n"
+          "and.pred a, a, b;\n"
+          "selp.s32 %0, 1, 0, a;\n"
+          "}\n"
+          : "=r"(rows)
+          : "f"(sums[0]), "f"(sums[1]), "f"(negligible[0]), "f"(negligible[1]), "f"(kLeast), "f"(kMost));
+    }
     return __all_sync(0xffffffffU, rows) != 0;
   }
   CUTE_DEVICE void add(float const (&sums)[2]) {

@@ -21,6 +21,7 @@
 #include "common/mask.hpp"
 #include "common/max_logits.hpp"
 #include "common/scalars.hpp"
+#include "common/shared.hpp"
 #include "common/visits.hpp"
 #include "sm90/fwd/alibi.hpp"
 #include "sm90/fwd/choices.hpp"
@@ -62,12 +63,7 @@ struct Mma {
     // P is the A operand of the second product. For 16-bit types the accumulator's element order is the operand's
     // order, so making P is a conversion in place.
     Fragment<std::uint32_t, Traits::kTileN / 4> tOrP{};
-    auto make_p = [&]() {
-      CUTE_UNROLL
-      for (int i = 0; i < tOrP.size(); ++i) {
-        tOrP(i) = pack_pair<Element>(tSrS(2 * i), tSrS(2 * i + 1));
-      }
-    };
+    auto make_p = [&]() { pack_pairs<Element>(tSrS, tOrP); };
 
     Softmax softmax{};
     // Where two warpgroups share the keys, each has every second block.
@@ -106,18 +102,13 @@ struct Mma {
       return __shfl_sync(0xffffffffU, tile.valid() ? tile.block : -1, 0);
     };
 
-    auto read_shared = [&](auto const& from) __attribute__((always_inline)) {
-      std::uint32_t word;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(cute::cast_smem_ptr_to_uint(&from)) : "memory");
-      return word;
-    };
     // The band of the tile's sequence.
     auto band_of_sequence = [&]() __attribute__((always_inline))
                                 ->std::conditional_t<Row::kReadsBand, Band, Band const&> {
       if constexpr (Row::kReadsBand) {
         typename Traits::TileRecord tile{};
-        tile.q_len = __shfl_sync(0xffffffffU, read_shared(storage.tile[q.stage].q_len), 0);
-        tile.kv_len = __shfl_sync(0xffffffffU, read_shared(storage.tile[q.stage].kv_len), 0);
+        tile.q_len = __shfl_sync(0xffffffffU, read_word(storage.tile[q.stage].q_len), 0);
+        tile.kv_len = __shfl_sync(0xffffffffU, read_word(storage.tile[q.stage].kv_len), 0);
         return band_of_tile(params, tile);
       } else {
         return band;
@@ -256,7 +247,7 @@ struct Mma {
     // Rows for modified scores: the slope of the tile, read where it is needed (registers are short), and its diagonal.
     auto slope_of_tile = [&]() __attribute__((always_inline)) {
       if constexpr (kModified) {
-        return __uint_as_float(read_shared(storage.modifiers.slope[q.stage]));
+        return __uint_as_float(read_word(storage.modifiers.slope[q.stage]));
       } else {
         return 0.0F;
       }
@@ -268,7 +259,7 @@ struct Mma {
       } else if constexpr (Traits::kIsPacked) {
         if (params.sequences.bottom_right) {
           auto const& tile = storage.tile[q.stage];
-          offset += static_cast<int>(read_shared(tile.kv_len) - read_shared(tile.q_len));
+          offset += static_cast<int>(read_word(tile.kv_len) - read_word(tile.q_len));
         }
       }
       return offset;
@@ -276,7 +267,7 @@ struct Mma {
     auto own_row_anew = [&]() __attribute__((always_inline)) {
       auto const thread = static_cast<unsigned>(thread_index_anew());
       unsigned const row = thread / 32 * 16 + thread % 32 / 4 - 64;  // warpgroup 0 loads
-      return static_cast<int>(read_shared(storage.tile[q.stage].block) * Traits::kTileM + row);
+      return static_cast<int>(read_word(storage.tile[q.stage].block) * Traits::kTileM + row);
     };
     // The tile's first visit. A full mask's is the same in all tiles: it would be kept all through the loop.
     auto first_visit = [&]() __attribute__((always_inline)) {
@@ -297,23 +288,20 @@ struct Mma {
     };
     auto bias_of_head = [&]() __attribute__((always_inline)) {
       auto const& tile = storage.tile[q.stage];
-      return BiasOfHead::of(params, static_cast<int>(read_shared(tile.batch)),
-                            static_cast<int>(read_shared(tile.head)));
+      return BiasOfHead::of(params, static_cast<int>(read_word(tile.batch)), static_cast<int>(read_word(tile.head)));
     };
     // The queries and keys of the tile's sequence.
     auto queries_of_tile = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kIsPacked) {
-        return static_cast<int>(read_shared(storage.tile[q.stage].q_len));
-      } else {
-        return scalars.seqlen_q;
+        return static_cast<int>(read_word(storage.tile[q.stage].q_len));
       }
+      return scalars.seqlen_q;
     };
     auto keys_of_tile = [&]() __attribute__((always_inline)) {
       if constexpr (Traits::kIsPacked) {
-        return static_cast<int>(read_shared(storage.tile[q.stage].kv_len));
-      } else {
-        return scalars.seqlen_kv;
+        return static_cast<int>(read_word(storage.tile[q.stage].kv_len));
       }
+      return scalars.seqlen_kv;
     };
     // Where the warp has the bias of its queries and the next block.
     auto copied_bias = [&]() __attribute__((always_inline)) {
@@ -381,17 +369,19 @@ struct Mma {
       if constexpr (Traits::kDrops) {
         if (has_dropout(params)) {
           auto const& tile = storage.tile[q.stage];
-          auto const head = static_cast<int>(read_shared(tile.batch) * params.heads_q + read_shared(tile.head));
+          auto const head = static_cast<int>(read_word(tile.batch) * params.heads_q + read_word(tile.head));
           drop_weights<Traits::kTileN>(tOrP, DropoutOfHead::of(params.dropout, head), params.dropout.dropped,
                                        own_row_anew(), block_of(visit) * Traits::kTileN, thread_index_anew() & 3);
         }
       }
     };
+    // Whether the last products that were capped were near, and are expected to be in the next block.
+    [[maybe_unused]] bool is_near = false;
     // What follows a product with K has what cap and ALiBi make of it in its place.
     auto modify = [&](auto ragged, int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (!kIsAlibi && scalars.softcap.caps()) {
-          cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
+          is_near = cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
         add_biases(ragged, visit);
       }
@@ -400,7 +390,7 @@ struct Mma {
     auto begin_unseen = [&](int visit, auto& slope_terms, float(&references)[2]) __attribute__((always_inline)) {
       if constexpr (kIsAlibi) {
         int const column = thread_index_anew() & 3;
-        slope_terms(0) = column < 2 ? read_shared(storage.alibi_operands().slope[q.stage][column]) : 0;
+        slope_terms(0) = column < 2 ? read_word(storage.alibi_operands().slope[q.stage][column]) : 0;
         slope_terms(1) = slope_terms(0);  // of the other row
         add_alibi_of_rows(references, slope_of_tile(), scalars.scale_log2,
                           own_row_anew() + diagonal() + 1 - (visits.block(visit) + 1) * Traits::kTileN);
@@ -431,6 +421,14 @@ struct Mma {
                                            own_row_anew() + diagonal() - first_key, wants_max_logits(params),
                                            references);
         }
+      }
+    };
+    // Whether the cap is put on while scores are exponentiated: nothing else may look at them.
+    auto caps_at_once = [&]() __attribute__((always_inline)) {
+      if constexpr (kModified && !kIsAlibi && !kAddsBias) {
+        return is_near && !has_alibi(params) && !wants_max_logits(params);
+      } else {
+        return false;
       }
     };
     // Behind the mask.
@@ -498,13 +496,6 @@ struct Mma {
       }
     };
 
-    auto rescale_output = [&](float const(&rescale)[2]) __attribute__((always_inline)) {
-      CUTE_UNROLL
-      for (int i = 0; i < tOrO.size(); ++i) {
-        tOrO(i) *= rescale[i / 2 % 2];
-      }
-    };
-
     // One block. On entry P is of the block before. The warps of a warpgroup move their rows each on its own, but
     // they may wait for a product only together (PTX ISA, wgmma.wait_group). So a warp multiplies O after that wait, if
     // at all. (The empty asm statements: or the compiler makes two paths, each with its own wait.)
@@ -555,16 +546,21 @@ struct Mma {
         asm volatile("" : "+f"(rescale[0]));
         await_output();
         if (rescale[0] != kUnmoved) {
-          rescale_output(rescale);
+          multiply_rows(tOrO, rescale);
         }
       } else {
         // The vote depends on every exponential, and stands before the wait for the product: ptxas cannot move the
         // exponentials behind that wait, so they run while the product does. Where the scores are not needed again, K
         // is released before the wait, as its next copy takes long.
-        modify_unseen(visit, references);
-        see_largest();
         float sums[2];
-        bool const stops = softmax.unseen_block(tSrS, scalars.scale_log2, references, sums);
+        bool stops;
+        if (caps_at_once()) {
+          stops = softmax.unseen_capped_block(tSrS, scalars.softcap, references, sums);
+        } else {
+          modify_unseen(visit, references);
+          see_largest();
+          stops = softmax.unseen_block(tSrS, scalars.scale_log2, references, sums);
+        }
         if (!stops) {
           arrive_k();
         }
@@ -576,9 +572,10 @@ struct Mma {
           bool const lost = Softmax::lost(sums);
           if (lost) {
             recompute_scores(visit);
+            is_near = false;
           }
           softmax.move_rows(tSrS, scalars.scale_log2, lost, visits.count(), sums, rescale);
-          rescale_output(rescale);
+          multiply_rows(tOrO, rescale);
           arrive_k();
         }
         k.advance();

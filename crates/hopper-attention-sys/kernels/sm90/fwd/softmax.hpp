@@ -24,6 +24,7 @@
 
 #include "common/element.hpp"
 #include "common/mask.hpp"
+#include "common/softcap.hpp"
 #include "common/softmax.hpp"
 
 namespace hattn::sm90 {
@@ -221,6 +222,66 @@ struct ExactSoftmax {
       stops = (sums[0] >= limit[0]) | (sums[1] >= limit[1]);
     }
     return __any_sync(0xffffffffU, stops);
+  }
+
+  // The same of products that a cap is to be put on (common/softcap.hpp): each is capped as if it were near. If one is
+  // not, the sums say that the scores must be computed again.
+  //
+  // Multiplications take as long as the special functions here, so both must run at once. ptxas would put most
+  // exponentials last. So a group of scores begins once the sums have the group before the last: its terms depend on
+  // them.
+  template <class Scores>
+  CUTE_DEVICE bool unseen_capped_block(Scores& scores, Softcap const& softcap, float const (&references)[2],
+                                       float (&sums)[2]) {
+    constexpr int kGroup = 8;
+    constexpr int kGroups = kTileN / 2 / kGroup;
+    int most_square[2] = {};
+    int most[2] = {__float_as_int(limit[0]), __float_as_int(limit[1])};
+    sums[0] = sums[1] = 0.0F;
+    CUTE_UNROLL
+    for (int group = 0; group < kGroups + 2; ++group) {
+      float fourth = softcap.in_log2[3];
+      float third = softcap.in_log2[2];
+      if (group >= 2) {
+        CUTE_UNROLL
+        for (int i = (group - 2) * kGroup; i < (group - 1) * kGroup; ++i) {
+          sums[i / 2 % 2] += scores(i);
+        }
+        fourth = factor_after(sums[0], fourth);
+        third = factor_after(sums[1], third);
+      }
+      if (group < kGroups) {
+        CUTE_UNROLL
+        for (int i = group * kGroup; i < (group + 1) * kGroup; i += 2) {
+          int const r = i / 2 % 2;
+          float squares[2];
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float& score = scores(i + c);
+            float const square = score * score;
+            float const polynomial =
+                fmaf(fmaf(fmaf(fourth, square, third), square, softcap.in_log2[1]), square, softcap.in_log2[0]);
+            score = exp2_approx(fmaf(score, polynomial, -references[r]));
+            squares[c] = square;
+          }
+          most_square[r] = __vimax3_s32(most_square[r], __float_as_int(squares[0]), __float_as_int(squares[1]));
+          most[r] = __vimax3_s32(most[r], __float_as_int(scores(i)), __float_as_int(scores(i + 1)));
+        }
+      }
+    }
+    bool far = false;  // (A row of NaN is not.)
+    bool stops = false;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      far = far | (__int_as_float(most_square[r]) > softcap.most_square);
+      stops = stops | (sums[r] >= (tracks ? kSumLimit : limit[r]));
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      limit[r] = tracks & !far ? __int_as_float(most[r]) : limit[r];
+    }
+    sums[0] = far ? INFINITY : sums[0];
+    return __any_sync(0xffffffffU, stops | far);
   }
 
   // Behind the last unseen block of a tile: works out what rounding did to the tracked weights.
