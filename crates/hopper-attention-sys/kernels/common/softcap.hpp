@@ -49,7 +49,7 @@ struct Softcap {
   float inner;     // softmax_scale / cap: y is so many times the product q k. 0: scores are not capped
   float most;      // a product is near up to this magnitude. Below 0: the terms do not serve
   float terms[3];  // t = p (inner + p^2 (terms[0] + p^2 (terms[1] + p^2 terms[2]))) of a near product p
-  // The same polynomial times cap log2(e): that of a score in powers of two. `inner` is the first.
+  // The same four coefficients, from that of `inner` on, times cap log2(e): of a score in powers of two.
   float in_log2[4];
   float most_square;  // of `most`; below 0: the terms do not serve
 
@@ -86,17 +86,20 @@ struct Softcap {
     int const count = !small ? 0 : inner >= 0x1p-16 ? 3 : inner >= 0x1p-24 ? 2 : 0;
     double const near = count == 3 ? kTanhNear : count == 2 ? 0x1p-4 : 0x1p-12;
     double const square = inner * inner;
-    softcap.terms[0] = count > 0 ? static_cast<float>(kTanhA1 * inner * square) : 0.0F;
-    softcap.terms[1] = count > 0 ? static_cast<float>(kTanhA2 * inner * square * square) : 0.0F;
-    softcap.terms[2] = count > 2 ? static_cast<float>(kTanhA3 * inner * square * square * square) : 0.0F;
+    double const coefficients[4] = {inner, count > 0 ? kTanhA1 * inner * square : 0.0,
+                                    count > 0 ? kTanhA2 * inner * square * square : 0.0,
+                                    count > 2 ? kTanhA3 * inner * square * square * square : 0.0};
+    double const factor = static_cast<double>(cap) * static_cast<double>(kLog2E);
+    bool finite = true;
+    for (int i = 0; i < 4; ++i) {
+      softcap.in_log2[i] = static_cast<float>(coefficients[i] * factor);
+      finite = finite && fabsf(softcap.in_log2[i]) <= FLT_MAX;
+      if (i > 0) {
+        softcap.terms[i - 1] = static_cast<float>(coefficients[i]);
+      }
+    }
     // (Of products up to 2^60 the square does not overflow.)
     softcap.most = !small ? -1.0F : static_cast<float>(near / inner < 0x1p60 ? near / inner : 0x1p60);
-    double const factor = static_cast<double>(cap) * static_cast<double>(kLog2E);
-    softcap.in_log2[0] = static_cast<float>(inner * factor);
-    softcap.in_log2[1] = count > 0 ? static_cast<float>(kTanhA1 * inner * square * factor) : 0.0F;
-    softcap.in_log2[2] = count > 0 ? static_cast<float>(kTanhA2 * inner * square * square * factor) : 0.0F;
-    softcap.in_log2[3] = count > 2 ? static_cast<float>(kTanhA3 * inner * square * square * square * factor) : 0.0F;
-    bool const finite = fabsf(softcap.in_log2[0]) <= FLT_MAX && fabsf(softcap.in_log2[3]) <= FLT_MAX;
     softcap.most_square = finite ? softcap.most * fabsf(softcap.most) : -1.0F;
     return softcap;
   }

@@ -236,7 +236,8 @@ struct Fp8Traits : RowTraits<Arch::Sm90, DType::E4M3, kMask, kHeadDimQK, kHeadDi
   // scores are far apart that is 2 to 4 times as fast. In the other rows it costs other inputs 4 to 17%: its branch
   // keeps exponentials from starting between the waits for the two products (benches/LOG.md, 37).
   static constexpr bool kLooksFirst = kMask == MaskClass::Full && kHeadDimVO >= 128;
-  // Above head dim 128 it takes a register more, for which ptxas serialises the products.
+  // Whether it goes on looking where the sum of its first row is NaN. Above head dim 128 that takes a register more,
+  // for which ptxas serialises the products.
   static constexpr bool kNanLooks = kLooksFirst && kHeadDimVO <= 128;
 
   static constexpr int kBuffersQ = 2;

@@ -98,10 +98,7 @@ struct WeightsF32 {
   // Multiplies the weights of each row by a power of two.
   template <class Scores>
   CUTE_DEVICE static void rescale(Scores& scores, float const (&factor)[2]) {
-    CUTE_UNROLL
-    for (int i = 0; i < scores.size(); ++i) {
-      scores(i) *= factor[i / 2 % 2];
-    }
+    multiply_rows(scores, factor);
   }
 
   // packed <- the weights as e4m3. A step is 32 keys, in four words. A word has four keys of the upper or lower row,

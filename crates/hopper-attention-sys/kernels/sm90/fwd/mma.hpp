@@ -375,13 +375,13 @@ struct Mma {
         }
       }
     };
-    // Whether the last products that were capped were near, and are expected to be in the next block.
-    [[maybe_unused]] bool is_near = false;
+    // Whether the next block's products are expected to be near: those of the last compared block were.
+    [[maybe_unused]] bool expects_near = false;
     // What follows a product with K has what cap and ALiBi make of it in its place.
     auto modify = [&](auto ragged, int visit) __attribute__((always_inline)) {
       if constexpr (kModified) {
         if (!kIsAlibi && scalars.softcap.caps()) {
-          is_near = cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
+          expects_near = cap_scores<Traits::kLooksForNear, Traits::kCapsAtATime>(tSrS, scalars.softcap);
         }
         add_biases(ragged, visit);
       }
@@ -426,7 +426,7 @@ struct Mma {
     // Whether the cap is put on while scores are exponentiated: nothing else may look at them.
     auto caps_at_once = [&]() __attribute__((always_inline)) {
       if constexpr (kModified && !kIsAlibi && !kAddsBias) {
-        return is_near && !has_alibi(params) && !wants_max_logits(params);
+        return expects_near && !has_alibi(params) && !wants_max_logits(params);
       } else {
         return false;
       }
@@ -572,7 +572,7 @@ struct Mma {
           bool const lost = Softmax::lost(sums);
           if (lost) {
             recompute_scores(visit);
-            is_near = false;
+            expects_near = false;
           }
           softmax.move_rows(tSrS, scalars.scale_log2, lost, visits.count(), sums, rescale);
           multiply_rows(tOrO, rescale);

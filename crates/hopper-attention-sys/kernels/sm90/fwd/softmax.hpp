@@ -23,6 +23,7 @@
 #include <cfloat>
 
 #include "common/element.hpp"
+#include "common/fragment.hpp"
 #include "common/mask.hpp"
 #include "common/softcap.hpp"
 #include "common/softmax.hpp"
@@ -157,18 +158,10 @@ struct ExactSoftmax {
       reference[r] += by;
       row_sum[r] *= factors[r];
     }
-    multiply(scores, factors);
+    multiply_rows(scores, factors);
     limit[0] = fminf(kSumLimit, 4.0F * quad_sum(row_sum[0]));
     limit[1] = fminf(kSumLimit, 4.0F * quad_sum(row_sum[1]));
     return true;
-  }
-
-  template <class Elements>
-  CUTE_DEVICE static void multiply(Elements& elements, float const (&factors)[2]) {
-    CUTE_UNROLL
-    for (int i = 0; i < elements.size(); ++i) {
-      elements(i) *= factors[i / 2 % 2];
-    }
   }
 
   // A later block in which keys are masked, so that a row may have had none before: its maximum is looked at first.
@@ -319,7 +312,7 @@ struct ExactSoftmax {
         reference[r] += by;
         sums[r] *= factors[r];
       }
-      multiply(scores, factors);
+      multiply_rows(scores, factors);
       // Four lanes have a row. Where ten rows and more of 16 move, the tile has just begun.
       error += !tracks && lanes < 40 ? 1 : 0;
     }
