@@ -10,6 +10,7 @@ use rayon::prelude::*;
 
 use crate::accuracy::{DRAWS, Error, Head, LARGEST, RMSE, Reference, Setting, emulated, of_head};
 use crate::data::{Input, Values};
+use crate::inputs::Class;
 
 /// What is judged, in the order of everything here.
 pub const NAMES: [&str; 4] = ["O", "dQ", "dK", "dV"];
@@ -42,13 +43,24 @@ pub struct Verdict {
 impl<T: Float> Sample<T> {
     /// Draws the inputs, and computes what is compared with.
     pub fn new(setting: Setting) -> Self {
+        Self::of(setting.to_string(), setting.problem(T::DTYPE), Self::draw(setting))
+    }
+
+    /// Queries whose weights are all alike: nothing more is done to the inputs, and the softmax scale is 1e-4. Each weight is 1/255, and
+    /// between two bf16, so that all round by nearly 2^-8 to the same side.
+    pub fn alike(head_dim: usize) -> Self {
+        let setting = Setting { class: Class::Normal, causal: false, seqlen: 255, head_dim };
+        let problem = setting.problem(T::DTYPE).to_builder().softmax_scale(1e-4).build().expect("a legal scale");
+        Self::of(format!("alike, {setting}"), problem, Self::draw(setting))
+    }
+
+    fn draw(setting: Setting) -> [Vec<T>; 4] {
         let Setting { seqlen, head_dim, .. } = setting;
         let seed = (seqlen * 2 + head_dim) as u64;
-        let inputs = Input::ALL.map(|input| {
+        Input::ALL.map(|input| {
             let values = Values::Like(setting.class).tensor(input, [1, seqlen, DRAWS, head_dim], seed);
-            values.data().iter().map(|&x| T::from_f32(x as f32)).collect::<Vec<T>>()
-        });
-        Self::of(setting.to_string(), setting.problem(T::DTYPE), inputs)
+            values.data().iter().map(|&x| T::from_f32(x as f32)).collect()
+        })
     }
 
     /// Of inputs that there are. The problem has one batch entry, as many heads of K as of Q, and one head dim.

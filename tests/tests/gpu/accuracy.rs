@@ -113,9 +113,14 @@ fn sm80_keeps_to_its_bounds_beside_a_running_maximum() {
     kernels_of("sm80_keeps_to_its_bounds_beside_a_running_maximum", Arch::Sm80);
 }
 
-/// What the errors of gradients are held to, as [`held`]. The goal is the same as of O.
-fn gradients_held(arch: Arch) -> (f64, f64) {
-    if arch == Arch::Sm90 { (1.1, 1.5) } else { (2.0, 3.0) }
+/// What the errors of gradients are held to, as [`held`]. The goal is the same as of O. (sm80 makes dS of rounded weights at head dim
+/// 64.)
+fn gradients_held(row: &KernelInfo) -> (f64, f64) {
+    match (row.arch(), row.head_dim_qk()) {
+        (Arch::Sm90, _) => (1.1, 1.5),
+        (_, 64) => (2.0, 3.0),
+        _ => (RMSE, LARGEST),
+    }
 }
 
 /// O of the library's forward of a row's instruction set, and the gradients that the row makes of that and of its LSE.
@@ -166,9 +171,9 @@ fn judge_gradients<T: Float + OutputOf<T>>(
             Ok(verdict) => {
                 say(&format!("{verdict}  {row}"));
                 verdicts.past_goal += usize::from(!verdict.passed());
-                let (rmse, largest) = gradients_held(row.arch());
+                let (rmse, largest) = gradients_held(row);
                 let holds = verdict.within(rmse, largest);
-                verdicts.wrong.extend((!holds).then(|| format!("{verdict}  {row}")));
+                verdicts.wrong.extend((!holds).then(|| format!("{verdict}  {row}: allowed {rmse}, {largest}")));
             }
             Err(why) => verdicts.wrong.push(format!("{why}: {} {row}", T::DTYPE)),
         }
@@ -206,11 +211,11 @@ fn gradients_of(test: &str, arch: Arch, samples: Samples) {
         }
     }
     let Verdicts { taken, past_goal, wrong } = verdicts;
-    let (total, (rmse, largest)) = (taken.iter().sum::<usize>(), gradients_held(arch));
+    let total = taken.iter().sum::<usize>();
     say(&format!("{arch}: {total} verdicts, {past_goal} past {RMSE} (rmse) or {LARGEST} (max), {} wrong", wrong.len()));
     assert!(
         wrong.is_empty(),
-        "errors of gradients past {rmse} (rmse) or {largest} (max) times those with a running maximum, or NaN where none \
+        "errors of gradients past what is allowed (rmse, max), as times those with a running maximum, or NaN where none \
          belongs:\n{}",
         wrong.join("\n")
     );
@@ -224,6 +229,45 @@ fn sm90_gradients_are_nearly_as_accurate_as_a_running_maximums() {
 #[test]
 fn sm80_gradients_keep_to_their_bounds() {
     gradients_of("sm80_gradients_keep_to_their_bounds", Arch::Sm80, Samples::Classes);
+}
+
+/// The worst case for a kernel that makes dS of rounded weights: dQ and dK share a factor then. (sm80 does so at head dim 64: the test
+/// says how far off its gradients are, and holds the error to 3.5 times that of weights in f32.)
+#[test]
+fn alike_weights_give_no_common_factor() {
+    fn of_type<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], taken: &mut [bool], wrong: &mut Vec<String>) {
+        for head_dim in [64, 128] {
+            let sample = gradients::Sample::<T>::alike(head_dim);
+            let fits = |row: &KernelInfo| row.dtype() == T::DTYPE && row.head_dim_qk() == head_dim;
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| fits(row)) {
+                let Some(results) = gradients(gpu, row, &sample) else { continue };
+                taken[i] = true;
+                match sample.judge(&results) {
+                    Ok(verdict) => {
+                        say(&format!("{verdict}  {row}"));
+                        let rounds = row.arch() == Arch::Sm80 && row.head_dim_qk() == 64;
+                        let (rmse, largest) = if rounds { (3.5, 4.0) } else { (RMSE, LARGEST) };
+                        wrong.extend((!verdict.within(rmse, largest)).then(|| format!("{verdict}  {row}")));
+                    }
+                    Err(why) => wrong.push(format!("{why}: {} {row}", T::DTYPE)),
+                }
+            }
+        }
+    }
+
+    let Some(gpu) = Gpu::open("alike_weights_give_no_common_factor") else { return };
+    let unmasked = |row: &KernelInfo| matches!(row.mask(), MaskClass::Full | MaskClass::Window);
+    let rows: Vec<_> = gpu.backward_rows().into_iter().filter(unmasked).collect();
+    let (mut taken, mut wrong) = (vec![false; rows.len()], vec![]);
+    say(gradients::Verdict::HEAD);
+    of_type::<bf16>(&gpu, &rows, &mut taken, &mut wrong);
+    of_type::<f16>(&gpu, &rows, &mut taken, &mut wrong);
+    assert!(taken.iter().all(|&taken| taken), "rows that took no case: {taken:?}");
+    assert!(
+        wrong.is_empty(),
+        "errors of gradients past what is allowed, as times those of weights in f32:\n{}",
+        wrong.join("\n")
+    );
 }
 
 #[test]

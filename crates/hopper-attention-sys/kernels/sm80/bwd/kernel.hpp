@@ -37,7 +37,8 @@
 // Barriers:
 // - One __syncthreads a block: its Q and dO have arrived, Q and dO of the block before may be overwritten, and dS of
 //   the block before is whole.
-// - Named barriers 1 + 2 pair + chunk % 2, of 64 threads: P of a chunk of queries is written.
+// - Named barriers 1 + 2 pair + n, of 64 threads: P is written, of part n or of every second chunk of queries.
+// - Named barriers 1 + 2 pairs + pair, of 64 threads: the second warp has read the first part of P.
 //
 // Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp):
 //

@@ -5,9 +5,10 @@
 // The two warps of a pair have the same keys. One computes S, P and dV, the other dP, dS and dK, by the same
 // instructions on other operands. Scores are transposed, so that P and dS are operands as they lie in registers.
 //
-// The second warp reads P from where it then writes dS in shared memory. In kernels with room for it this P is f32
-// (kHandsF32 in traits.hpp). In the others it is rounded as dV has it: where a row's weights are alike, they round
-// alike, and dQ and dK get a factor of up to 1.0015 (bf16). P is lifted where the operands are f16 (kLift).
+// The second warp reads P from where it then writes dS in shared memory. At head dim 128 this P is f32: there is room
+// for 32 queries of it, so that a block of 64 is handed over in two parts of the keys (kParts in traits.hpp). At head
+// dim 64 it is rounded as dV has it: where a row's weights are alike, they round alike, and dQ and dK get a factor of
+// up to 1 + 2^-8 (bf16). P is lifted where the operands are f16 (kLift).
 #pragma once
 
 #include <cfloat>
@@ -45,6 +46,7 @@ struct BwdMma {
   static constexpr int kHeadDim = Traits::kHeadDimQK;
   static constexpr int kStrips = Traits::kStrips;
   static constexpr int kChunk = Traits::kChunk;
+  static constexpr int kStripsOfPart = kStrips / Traits::kParts;
 
   // scores = X Y^T, of the warp's keys of K or V and a chunk of Q or dO.
   template <class Scores>
@@ -187,12 +189,23 @@ struct BwdMma {
     auto const statistics = [&](int i) {
       return *reinterpret_cast<float4 const*>(&storage.statistics[stage][chunk * kChunk + i * 8 + lane % 4 * 2]);
     };
-    // Where the lane has P in f32: the same rows, in parts of 8 queries.
-    std::uint32_t const place_of_weights =
-        cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
-        (pair_of(Traits::thread_index()) * Traits::kKeys + lane / 4) * kSlabRowBytes + lane / 4 % 4 * 32 + lane % 4 * 8;
-    auto const weights_at = [&](int strip, int i, int r) {
-      return (place_of_weights ^ i * 32) + (strip * 16 + r * 8) * kSlabRowBytes;
+    // `do_each(strip, i, statistics)` for a part: its strips of keys, and each 8 queries.
+    auto const for_part = [&](int part, auto const& do_each) __attribute__((always_inline)) {
+      CUTE_UNROLL
+      for (int i = 0; i < kChunk / 8; ++i) {
+        float4 const s = statistics(i);
+        CUTE_UNROLL
+        for (int strip = 0; strip < kStripsOfPart; ++strip) {
+          do_each(part * kStripsOfPart + strip, i, s);
+        }
+      }
+    };
+    // Where the lane has P of a strip of keys and 8 queries in f32: in the rows of the pair's keys. A lane reads what
+    // the same lane of the other warp wrote, so that any order will do.
+    auto const weights_at = [&](int strip, int i) {
+      return cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
+             pair_of(Traits::thread_index()) * (Traits::kKeys * kSlabRowBytes) + lane * 16 +
+             (strip % kStripsOfPart * (kChunk / 8) + i) * 512;
     };
     // `kept(at, strip, bits)` for the place of each pair of neighbouring queries, and the bits of those that stay.
     [[maybe_unused]] auto const see_drops = [&](auto const& kept) {
@@ -210,7 +223,9 @@ struct BwdMma {
         }
       }
     };
-    int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + chunk % 2;
+    // Barriers of the pair: the one or the other part, or chunk, is written; and the second warp has read a part.
+    int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + (Traits::kParts == 1 ? chunk % 2 : 0);
+    auto const is_read = [&]() { return 1 + 2 * Traits::kPairs + pair_of(Traits::thread_index()); };
     if (makes_p(Traits::thread_index())) {
       bool const reads_anew = Traits::kRegistersShort && Traits::kIsPacked;
       int const block = reads_anew ? storage.visits.block(storage.visit[stage]) : m_block;
@@ -278,37 +293,31 @@ struct BwdMma {
                                                m_chunk * kChunk + lane % 4 * 2, masked);
         }
       }
-      if (__builtin_expect(capped, false)) {
-        // The second warp gets P (1 - t^2), from which it makes dS as otherwise from P. (All scores in the far form:
-        // some kernels have no registers for both.)
-        float const factor = scalars.softcap.factor_anew();
-        CUTE_UNROLL
-        for (int i = 0; i < kChunk / 8; ++i) {
-          float4 const s = statistics(i);
-          CUTE_UNROLL
-          for (int strip = 0; strip < kStrips; ++strip) {
-            CUTE_UNROLL
-            for (int r = 0; r < 2; ++r) {
-              float p[2];
-              float slopes[2];
-              CUTE_UNROLL
-              for (int c = 0; c < 2; ++c) {
-                float const score = scores(4 * i + 2 * r + c, strip);
-                CappedScore const of_score = CappedScore::far(score * factor);
-                p[c] = exp2_approx(fmaf(of_score.t, scalars.scale_log2, c == 0 ? s.x : s.z));
-                p[c] = score == kMasked ? 0.0F : p[c];
-                slopes[c] = of_score.slope;
-              }
-              word(strip, i, r) = pack_pair<Element>(p[0], p[1]);
-              if constexpr (Traits::kHandsF32) {
-                store_weights(weights_at(strip, i, r), {p[0] * slopes[0], p[1] * slopes[1]});
-              } else {
-                store_word(at(strip, i, r), pack_pair<Element>(p[0] * slopes[0], p[1] * slopes[1]));
-              }
-            }
-          }
+      // P of a part goes to the operand of dV, and what the second warp makes dS of stays in place of the scores.
+      bool const far = __builtin_expect(capped, false);
+      auto const make_part = [&](int part, auto const& hand_over) __attribute__((always_inline)) {
+        if (far) {
+          // P (1 - t^2) in place of P. (All scores in the far form: some kernels have no registers for both.)
+          float const factor = scalars.softcap.factor_anew();
+          for_part(
+              part, [&](int strip, int i, float4 const& s) __attribute__((always_inline)) {
+                CUTE_UNROLL
+                for (int r = 0; r < 2; ++r) {
+                  float p[2];
+                  CUTE_UNROLL
+                  for (int c = 0; c < 2; ++c) {
+                    float& score = scores(4 * i + 2 * r + c, strip);
+                    CappedScore const of_score = CappedScore::far(score * factor);
+                    p[c] = exp2_approx(fmaf(of_score.t, scalars.scale_log2, c == 0 ? s.x : s.z));
+                    p[c] = score == kMasked ? 0.0F : p[c];
+                    score = p[c] * of_score.slope;
+                  }
+                  word(strip, i, r) = pack_pair<Element>(p[0], p[1]);
+                }
+                hand_over(strip, i);
+              });
+          return;
         }
-      } else {
         // (A bias has brought scores to powers of two. Beside an LSE as far from 0 as a bias may be, the lift is lost:
         // it is taken off and added again.)
         float const scale_log2 = Traits::kAddsBias && has_bias(params) ? 1.0F : scalars.scale_log2;
@@ -319,26 +328,37 @@ struct BwdMma {
             return exp2_approx(fmaf(score, scale_log2, minus_lse));
           }
         };
-        CUTE_UNROLL
-        for (int i = 0; i < kChunk / 8; ++i) {
-          float4 const s = statistics(i);
-          CUTE_UNROLL
-          for (int strip = 0; strip < kStrips; ++strip) {
-            CUTE_UNROLL
-            for (int r = 0; r < 2; ++r) {
-              float const p0 = weight(scores(4 * i + 2 * r, strip), s.x);
-              float const p1 = weight(scores(4 * i + 2 * r + 1, strip), s.z);
-              word(strip, i, r) = pack_pair<Element>(p0, p1);
-              if constexpr (Traits::kHandsF32) {
-                store_weights(weights_at(strip, i, r), {p0, p1});
-              } else {
-                store_word(at(strip, i, r), word(strip, i, r));
+        for_part(
+            part, [&](int strip, int i, float4 const& s) __attribute__((always_inline)) {
+              CUTE_UNROLL
+              for (int r = 0; r < 2; ++r) {
+                float& first = scores(4 * i + 2 * r, strip);
+                float& second = scores(4 * i + 2 * r + 1, strip);
+                first = weight(first, s.x);
+                second = weight(second, s.z);
+                word(strip, i, r) = pack_pair<Element>(first, second);
               }
-            }
-          }
+              hand_over(strip, i);
+            });
+      };
+      auto const hand_over = [&](int strip, int i) __attribute__((always_inline)) {
+        auto const p = [&](int at) { return scores(4 * i + at, strip); };
+        if constexpr (Traits::kHandsF32) {
+          store_weights(weights_at(strip, i), {p(0), p(1), p(2), p(3)});
+        } else {
+          store_word(at(strip, i, 0), pack_pair<Element>(p(0), p(1)));
+          store_word(at(strip, i, 1), pack_pair<Element>(p(2), p(3)));
         }
-      }
+      };
+      make_part(0, hand_over);
       named_barrier_arrive(barrier, 64);
+      if constexpr (Traits::kParts == 2) {
+        make_part(1, [](int, int) {});
+        named_barrier_sync(is_read(), 64);
+        for_part(
+            1, [&](int strip, int i, float4 const&) __attribute__((always_inline)) { hand_over(strip, i); });
+        named_barrier_arrive(barrier + 1, 64);
+      }
       // The second warp has got all weights: delta is of dropped ones, too.
       see_drops([&](int at_pair, int strip, std::uint32_t bits) { word(strip, at_pair / 2, at_pair % 2) &= bits; });
     } else {
@@ -350,45 +370,43 @@ struct BwdMma {
         second = (bits >> 16 & 1) != 0 ? second : 0.0F;
       });
       [[maybe_unused]] float const factor = Traits::kDrops ? dropout_factor(params) : 1.0F;
-      named_barrier_sync(barrier, 64);
       auto const d_s_pair = [&](int strip, int i, int r, float4 const& s, float2 const& p) {
         float const first = fmaf(scores(4 * i + 2 * r, strip), Traits::kDrop, s.y) * p.x;
         float const second = fmaf(scores(4 * i + 2 * r + 1, strip), Traits::kDrop, s.w) * p.y;
         return Traits::kDrops ? pack_pair<Element>(first * factor, second * factor) : pack_pair<Element>(first, second);
       };
       if constexpr (Traits::kHandsF32) {
-        float4 s[kChunk / 8];
+        CUTE_UNROLL
+        for (int part = 0; part < Traits::kParts; ++part) {
+          named_barrier_sync(barrier + part, 64);
+          for_part(
+              part, [&](int strip, int i, float4 const& s) __attribute__((always_inline)) {
+                float4 const p = load_weights(weights_at(strip, i));
+                word(strip, i, 0) = d_s_pair(strip, i, 0, s, {p.x, p.y});
+                word(strip, i, 1) = d_s_pair(strip, i, 1, s, {p.z, p.w});
+              });
+          if (part + 1 < Traits::kParts) {
+            named_barrier_arrive(is_read(), 64);
+          }
+        }
+        __syncwarp();  // dS overwrites P that other lanes read
         CUTE_UNROLL
         for (int i = 0; i < kChunk / 8; ++i) {
-          s[i] = statistics(i);
-        }
-        // A row of dS overwrites the row of P, of which other lanes have parts.
-        CUTE_UNROLL
-        for (int row = 0; row < 2 * kStrips; ++row) {
           CUTE_UNROLL
-          for (int i = 0; i < kChunk / 8; ++i) {
-            word(row / 2, i, row % 2) =
-                d_s_pair(row / 2, i, row % 2, s[i], load_weights(weights_at(row / 2, i, row % 2)));
-          }
-          __syncwarp();
-          CUTE_UNROLL
-          for (int i = 0; i < kChunk / 8; ++i) {
+          for (int row = 0; row < 2 * kStrips; ++row) {
             store_word(at(row / 2, i, row % 2), word(row / 2, i, row % 2));
           }
         }
       } else {
-        CUTE_UNROLL
-        for (int i = 0; i < kChunk / 8; ++i) {
-          float4 const s = statistics(i);
-          CUTE_UNROLL
-          for (int strip = 0; strip < kStrips; ++strip) {
-            CUTE_UNROLL
-            for (int r = 0; r < 2; ++r) {
-              word(strip, i, r) = d_s_pair(strip, i, r, s, unpack_pair<Element>(load_word(at(strip, i, r))));
-              store_word(at(strip, i, r), word(strip, i, r));
-            }
-          }
-        }
+        named_barrier_sync(barrier, 64);
+        for_part(
+            0, [&](int strip, int i, float4 const& s) __attribute__((always_inline)) {
+              CUTE_UNROLL
+              for (int r = 0; r < 2; ++r) {
+                word(strip, i, r) = d_s_pair(strip, i, r, s, unpack_pair<Element>(load_word(at(strip, i, r))));
+                store_word(at(strip, i, r), word(strip, i, r));
+              }
+            });
       }
     }
     std::uint32_t const z =
@@ -541,12 +559,16 @@ struct BwdMma {
   CUTE_DEVICE static void store_word(std::uint32_t address, std::uint32_t word) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
   }
-  CUTE_DEVICE static void store_weights(std::uint32_t address, float2 const& p) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(p.x), "f"(p.y) : "memory");
+  CUTE_DEVICE static void store_weights(std::uint32_t address, float4 const& p) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(p.x), "f"(p.y), "f"(p.z), "f"(p.w)
+                 : "memory");
   }
-  CUTE_DEVICE static float2 load_weights(std::uint32_t address) {
-    float2 p;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(p.x), "=f"(p.y) : "r"(address) : "memory");
+  CUTE_DEVICE static float4 load_weights(std::uint32_t address) {
+    float4 p;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(p.x), "=f"(p.y), "=f"(p.z), "=f"(p.w)
+                 : "r"(address)
+                 : "memory");
     return p;
   }
   CUTE_DEVICE static std::uint32_t load_word(std::uint32_t address) {

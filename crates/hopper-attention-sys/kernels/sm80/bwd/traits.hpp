@@ -121,16 +121,19 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static_assert(kTileN % kKeys == 0 && 8 % kWarps == 0, "four or eight warps");
   static_assert(kTileM % kChunk == 0 && kChunk % 16 == 0);
 
+  // Whether the second warp of a pair gets P in f32, not as rounded for dV. It lies where dS then lies: a row there has
+  // room for 32 queries of it, so that a chunk of 64 goes in two parts, of half of the keys. At head dim 64 a pair
+  // hands over twice as much for as many products, and shared memory is what limits it: f32 took 5 to 11% longer.
+  static constexpr bool kHandsF32 = kHeadDimQK == 128;
+  static constexpr int kParts = kHandsF32 ? kTileM / 32 : 1;
+  static_assert(!kHandsF32 || (kChunks == 1 && kParts <= 2), "a part is some strips of keys");
+
   // dQ of a block: a warp has 32 queries and some columns.
   static constexpr int kWarpsQueries = kTileM / 32;
   static constexpr int kColumnsQ = kHeadDimQK / (kWarps / kWarpsQueries);
   static constexpr int kValuesQ = kColumnsQ;  // of a lane
   static constexpr int kElementsQ = kTileM * kHeadDimQK;
   static_assert(kTileM % 32 == 0 && kWarps % kWarpsQueries == 0 && kColumnsQ % 16 == 0, "16 bytes a lane");
-
-  // Whether the second warp of a pair gets P in f32, not as rounded for dV. It lies where dS then lies: a row there has
-  // room for 32 queries of it. At head dim 64, where a pair hands over twice as much, that takes 1 to 3% longer.
-  static constexpr bool kHandsF32 = kTileM == 32 && kHeadDimQK == 128;
 
   // Where a mask hides a pair's keys from a whole chunk, the pair passes over it. With several chunks a block that cost
   // more than it saved (benches/LOG.md, 21).
