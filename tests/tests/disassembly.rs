@@ -310,9 +310,9 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
         faults.push(format!("{products} HMMA for {reads} LDSM, expected {least} for each at least"));
     }
     let barriers = match row.pass() {
-        // One after a tile was drawn, one a block of queries and one before the last dQ; and where P is handed over, in
-        // each chunk of a block, one that arrives and one that waits.
-        Pass::Backward => 3 + 2 * chunks(row),
+        // One after a tile was drawn, one a block of queries and one before the last dQ; and two where a warp waits for
+        // the other of its pair, which arrives.
+        Pass::Backward => 3 + 2 * waits(row),
         // One a block of keys with two stages, two with one. Where Q lies over one of two stages, it is read before the first block.
         _ => 3 - row.stages() + usize::from(row.head_dim_vo() > 128 && row.stages() == 2),
     };
@@ -338,9 +338,14 @@ fn faults_of_sm80(row: &KernelInfo, compiled: &Compiled) -> Vec<String> {
     faults
 }
 
-/// In how many chunks an sm80 backward takes a block of queries: as many as keep the scores in a quarter of its registers.
-fn chunks(row: &KernelInfo) -> usize {
-    (row.tile_m() * 2).div_ceil(row.head_dim_qk())
+/// How often one warp of a pair waits for the other in a block of an sm80 backward. At head dim 64 P of a block is handed over in as
+/// many chunks as keep the scores in a quarter of a warp's registers. At head dim 128 it is f32, and goes in parts that fill the room
+/// of 32 queries: before each part but the first, the one before must have been read.
+fn waits(row: &KernelInfo) -> usize {
+    match row.head_dim_qk() {
+        64 => row.tile_m() / 32,
+        _ => 2 * (row.tile_m() / 32) - 1,
+    }
 }
 
 /// What only an sm90 kernel can do wrong.

@@ -3,7 +3,7 @@
 use hopper_attention::{Arch, DType, KernelInfo, Pass};
 
 use super::products::{descriptor, row_bytes};
-use super::{Compiled, Kind, REGISTERS, SMEM_LIMIT_A100, chunks, faults, faults_with, first_row};
+use super::{Compiled, Kind, REGISTERS, SMEM_LIMIT_A100, faults, faults_with, first_row, waits};
 
 type Spoil<'a> = &'a dyn Fn(&mut Compiled);
 
@@ -124,8 +124,8 @@ fn the_audit_sees_every_flaw_of_an_sm80_backward_row() {
         let lines = ["LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]", "LDSM.16.MT88.4 R4, [R1]"]
             .into_iter()
             .chain(std::iter::repeat_n("HMMA.16816.F32.BF16 R24, R4, R8, R24", 2))
-            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 + chunks(&row)))
-            .chain(std::iter::repeat_n("BAR.ARV R3, 0x40", chunks(&row)));
+            .chain(std::iter::repeat_n("BAR.SYNC.DEFER_BLOCKING 0x0", 3 + waits(&row)))
+            .chain(std::iter::repeat_n("BAR.ARV R3, 0x40", waits(&row)));
         let lines =
             lines.map(String::from).chain(std::iter::repeat_n(format!("{red}.E.ADD.F32.FTZ.RN [R2.64], R1"), sums));
         let lines =

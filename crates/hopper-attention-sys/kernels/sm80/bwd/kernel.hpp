@@ -37,8 +37,8 @@
 // Barriers:
 // - One __syncthreads a block: its Q and dO have arrived, Q and dO of the block before may be overwritten, and dS of
 //   the block before is whole.
-// - Named barriers 1 + 2 pair + n, of 64 threads: P is written, of part n or of every second chunk of queries.
-// - Named barriers 1 + 2 pairs + pair, of 64 threads: the second warp has read the first part of P.
+// - Named barriers of 64 threads, from 1 + 3 pair on: the first part of P is written, the second is, and the first is
+//   read. At head dim 64 from 1 + 2 pair on: P of an even chunk of queries is written, and of an odd one.
 //
 // Shared memory, in slabs of 64 columns with swizzled rows of 128 bytes (common/slab.hpp):
 //

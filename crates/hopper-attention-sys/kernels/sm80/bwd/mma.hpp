@@ -202,10 +202,10 @@ struct BwdMma {
     };
     // Where the lane has P of a strip of keys and 8 queries in f32: in the rows of the pair's keys. A lane reads what
     // the same lane of the other warp wrote, so that any order will do.
+    std::uint32_t const weights = cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
+                                  pair_of(Traits::thread_index()) * (Traits::kKeys * kSlabRowBytes) + lane * 16;
     auto const weights_at = [&](int strip, int i) {
-      return cute::cast_smem_ptr_to_uint(storage.d_s[stage]) +
-             pair_of(Traits::thread_index()) * (Traits::kKeys * kSlabRowBytes) + lane * 16 +
-             (strip % kStripsOfPart * (kChunk / 8) + i) * 512;
+      return weights + (strip % kStripsOfPart * (kChunk / 8) + i) * 512;
     };
     // `kept(at, strip, bits)` for the place of each pair of neighbouring queries, and the bits of those that stay.
     [[maybe_unused]] auto const see_drops = [&](auto const& kept) {
@@ -223,9 +223,10 @@ struct BwdMma {
         }
       }
     };
-    // Barriers of the pair: the one or the other part, or chunk, is written; and the second warp has read a part.
-    int const barrier = 1 + 2 * pair_of(Traits::thread_index()) + (Traits::kParts == 1 ? chunk % 2 : 0);
-    auto const is_read = [&]() { return 1 + 2 * Traits::kPairs + pair_of(Traits::thread_index()); };
+    // The pair's barriers, from here on: the first and the second part are written, and the first is read; or the chunk
+    // is written.
+    int const barrier =
+        1 + Traits::kBarriersOfPair * pair_of(Traits::thread_index()) + (Traits::kHandsF32 ? 0 : chunk % 2);
     if (makes_p(Traits::thread_index())) {
       bool const reads_anew = Traits::kRegistersShort && Traits::kIsPacked;
       int const block = reads_anew ? storage.visits.block(storage.visit[stage]) : m_block;
@@ -341,23 +342,28 @@ struct BwdMma {
               hand_over(strip, i);
             });
       };
-      auto const hand_over = [&](int strip, int i) __attribute__((always_inline)) {
-        auto const p = [&](int at) { return scores(4 * i + at, strip); };
-        if constexpr (Traits::kHandsF32) {
-          store_weights(weights_at(strip, i), {p(0), p(1), p(2), p(3)});
-        } else {
-          store_word(at(strip, i, 0), pack_pair<Element>(p(0), p(1)));
-          store_word(at(strip, i, 1), pack_pair<Element>(p(2), p(3)));
+      if constexpr (Traits::kHandsF32) {
+        CUTE_UNROLL
+        for (int part = 0; part < Traits::kParts; ++part) {
+          make_part(part, [](int, int) {});
+          if (part > 0) {
+            named_barrier_sync(barrier + 2, 64);
+          }
+          for_part(
+              part, [&](int strip, int i, float4 const&) __attribute__((always_inline)) {
+                auto const p = [&](int at) { return scores(4 * i + at, strip); };
+                store_weights(weights_at(strip, i), {p(0), p(1), p(2), p(3)});
+              });
+          named_barrier_arrive(barrier + part, 64);
         }
-      };
-      make_part(0, hand_over);
-      named_barrier_arrive(barrier, 64);
-      if constexpr (Traits::kParts == 2) {
-        make_part(1, [](int, int) {});
-        named_barrier_sync(is_read(), 64);
-        for_part(
-            1, [&](int strip, int i, float4 const&) __attribute__((always_inline)) { hand_over(strip, i); });
-        named_barrier_arrive(barrier + 1, 64);
+      } else {
+        make_part(
+            0, [&](int strip, int i) __attribute__((always_inline)) {
+              auto const p = [&](int at) { return scores(4 * i + at, strip); };
+              store_word(at(strip, i, 0), pack_pair<Element>(p(0), p(1)));
+              store_word(at(strip, i, 1), pack_pair<Element>(p(2), p(3)));
+            });
+        named_barrier_arrive(barrier, 64);
       }
       // The second warp has got all weights: delta is of dropped ones, too.
       see_drops([&](int at_pair, int strip, std::uint32_t bits) { word(strip, at_pair / 2, at_pair % 2) &= bits; });
@@ -386,7 +392,7 @@ struct BwdMma {
                 word(strip, i, 1) = d_s_pair(strip, i, 1, s, {p.z, p.w});
               });
           if (part + 1 < Traits::kParts) {
-            named_barrier_arrive(is_read(), 64);
+            named_barrier_arrive(barrier + 2, 64);
           }
         }
         __syncwarp();  // dS overwrites P that other lanes read

@@ -127,6 +127,7 @@ struct BwdTraits : RowTraits<Arch::Sm80, kDType, kMask, kHeadDimQK, kHeadDimVO, 
   static constexpr bool kHandsF32 = kHeadDimQK == 128;
   static constexpr int kParts = kHandsF32 ? kTileM / 32 : 1;
   static_assert(!kHandsF32 || (kChunks == 1 && kParts <= 2), "a part is some strips of keys");
+  static constexpr int kBarriersOfPair = kHandsF32 ? 3 : 2;
 
   // dQ of a block: a warp has 32 queries and some columns.
   static constexpr int kWarpsQueries = kTileM / 32;
