@@ -152,11 +152,12 @@ fn gradients<T: Float + OutputOf<T>>(
     Some([o, d_q, d_k, d_v].map(|result| stream.clone_dtoh(&result).expect("a copy")))
 }
 
-/// Judges the backward kernels of an instruction set on these inputs; prints a line for each.
+/// Judges backward kernels on these inputs, and holds each to its bounds (RMSE, largest); prints a line for each.
 fn judge_gradients<T: Float + OutputOf<T>>(
     gpu: &Gpu,
     rows: &[KernelInfo],
     sample: &gradients::Sample<T>,
+    held: impl Fn(&KernelInfo) -> (f64, f64),
     verdicts: &mut Verdicts,
 ) {
     for (i, row) in rows.iter().enumerate().filter(|(_, row)| row.dtype() == T::DTYPE) {
@@ -171,7 +172,7 @@ fn judge_gradients<T: Float + OutputOf<T>>(
             Ok(verdict) => {
                 say(&format!("{verdict}  {row}"));
                 verdicts.past_goal += usize::from(!verdict.passed());
-                let (rmse, largest) = gradients_held(row);
+                let (rmse, largest) = held(row);
                 let holds = verdict.within(rmse, largest);
                 verdicts.wrong.extend((!holds).then(|| format!("{verdict}  {row}: allowed {rmse}, {largest}")));
             }
@@ -198,15 +199,19 @@ fn gradients_of(test: &str, arch: Arch, samples: Samples) {
     match samples {
         Samples::Classes => {
             for setting in Setting::all(&[64, 128], Grid::from_env().pick(&[512], &[512, 1024])) {
-                judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::new(setting), &mut verdicts);
-                judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::new(setting), &mut verdicts);
+                judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::new(setting), gradients_held, &mut verdicts);
+                judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::new(setting), gradients_held, &mut verdicts);
             }
             assert!(verdicts.taken.iter().all(|&taken| taken > 0), "rows that took no case: {:?}", verdicts.taken);
         }
         // A model has heads of one width.
         Samples::Layers => {
-            layers::samples().iter().for_each(|sample| judge_gradients::<bf16>(&gpu, &rows, sample, &mut verdicts));
-            layers::samples().iter().for_each(|sample| judge_gradients::<f16>(&gpu, &rows, sample, &mut verdicts));
+            layers::samples()
+                .iter()
+                .for_each(|sample| judge_gradients::<bf16>(&gpu, &rows, sample, gradients_held, &mut verdicts));
+            layers::samples()
+                .iter()
+                .for_each(|sample| judge_gradients::<f16>(&gpu, &rows, sample, gradients_held, &mut verdicts));
             assert!(verdicts.taken.iter().any(|&taken| taken > 0), "no row took a layer");
         }
     }
@@ -235,34 +240,21 @@ fn sm80_gradients_keep_to_their_bounds() {
 /// says how far off its gradients are, and holds the RMSE to 1.8 times that of weights in f32.)
 #[test]
 fn alike_weights_give_no_common_factor() {
-    fn of_type<T: Float + OutputOf<T>>(gpu: &Gpu, rows: &[KernelInfo], taken: &mut [bool], wrong: &mut Vec<String>) {
-        for head_dim in [64, 128] {
-            let sample = gradients::Sample::<T>::alike(head_dim);
-            let fits = |row: &KernelInfo| row.dtype() == T::DTYPE && row.head_dim_qk() == head_dim;
-            for (i, row) in rows.iter().enumerate().filter(|(_, row)| fits(row)) {
-                let Some(results) = gradients(gpu, row, &sample) else { continue };
-                taken[i] = true;
-                match sample.judge(&results) {
-                    Ok(verdict) => {
-                        say(&format!("{verdict}  {row}"));
-                        let rounds = row.arch() == Arch::Sm80 && row.head_dim_qk() == 64;
-                        let (rmse, largest) = if rounds { (1.8, 1.5) } else { (RMSE, LARGEST) };
-                        wrong.extend((!verdict.within(rmse, largest)).then(|| format!("{verdict}  {row}")));
-                    }
-                    Err(why) => wrong.push(format!("{why}: {} {row}", T::DTYPE)),
-                }
-            }
-        }
-    }
-
     let Some(gpu) = Gpu::open("alike_weights_give_no_common_factor") else { return };
     let unmasked = |row: &KernelInfo| matches!(row.mask(), MaskClass::Full | MaskClass::Window);
     let rows: Vec<_> = gpu.backward_rows().into_iter().filter(unmasked).collect();
-    let (mut taken, mut wrong) = (vec![false; rows.len()], vec![]);
+    let held = |row: &KernelInfo| match (row.arch(), row.head_dim_qk()) {
+        (Arch::Sm80, 64) => (1.8, 1.5),
+        _ => (RMSE, LARGEST),
+    };
+    let mut verdicts = Verdicts { taken: vec![0; rows.len()], ..Verdicts::default() };
     say(gradients::Verdict::HEAD);
-    of_type::<bf16>(&gpu, &rows, &mut taken, &mut wrong);
-    of_type::<f16>(&gpu, &rows, &mut taken, &mut wrong);
-    assert!(taken.iter().all(|&taken| taken), "rows that took no case: {taken:?}");
+    for head_dim in [64, 128] {
+        judge_gradients(&gpu, &rows, &gradients::Sample::<bf16>::alike(head_dim), held, &mut verdicts);
+        judge_gradients(&gpu, &rows, &gradients::Sample::<f16>::alike(head_dim), held, &mut verdicts);
+    }
+    let Verdicts { taken, wrong, .. } = verdicts;
+    assert!(taken.iter().all(|&taken| taken > 0), "rows that took no case: {taken:?}");
     assert!(
         wrong.is_empty(),
         "errors of gradients past what is allowed, as times those of weights in f32:\n{}",

@@ -357,6 +357,7 @@ struct BwdMma {
           named_barrier_arrive(barrier + part, 64);
         }
       } else {
+        // Stored as they are made: kernels spill that store them after all are made.
         make_part(
             0, [&](int strip, int i) __attribute__((always_inline)) {
               auto const p = [&](int at) { return scores(4 * i + at, strip); };
